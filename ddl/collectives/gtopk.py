@@ -1,0 +1,140 @@
+"""gTopKAllReduce: the sum of P sparse vectors, of which k entries are kept, in O(k log P) bytes.
+
+Merging two index-sorted vectors and keeping the k largest magnitudes is the step of both forms
+(Shi et al., arXiv 1901.04359, Algorithm 2); they differ in who merges with whom, and in how a rank
+learns the fate of what it sent:
+
+1. *Merge*: vectors are added pairwise, the lower rank's first so that every merger computes the
+   same bits, and cut to the k largest magnitudes.
+2. *Fate*: an entry that any merge on its way dropped is not in the result, even where its index
+   survives through other ranks' entries. Each merge says where each of its inputs went; composed
+   over the merges, that tells each rank which of its own entries the result contains.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddl import kernels
+from ddl.collectives.collected import Collected, survivors
+from ddl.comm import Communicator, frames
+from ddl.sparse import PLAIN, Packet, SparseVector, WireFormat
+
+
+def tree(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -> Collected:
+    """Merge up a binomial tree to rank 0, then send the result down the same tree.
+
+    For any P: 2 ceil(log2 P) rounds, and at most 2 k entries a round on the longest path. The way
+    down carries one bit an entry besides: which of the child's entries survived above it. See
+    `Collective` for arguments.
+    """
+    rank, P = comm.rank, comm.size
+    held = packet
+    children: list[tuple[int, Tensor, Tensor]] = []  # child, fate of what I held, of what it sent
+    parent = None
+    distance = 1
+    while distance < P:
+        if rank & distance:
+            parent = rank - distance
+            break
+        child = rank + distance
+        if child < P:
+            theirs = _receive(comm, child, packet, wire)
+            held, my_fate, their_fate = _merge(held, theirs, k)
+            children.append((child, my_fate, their_fate))
+        distance *= 2
+
+    if parent is None:
+        total = held
+        alive = torch.ones_like(held.vector.indices, dtype=torch.bool)
+    else:
+        comm.send(wire.encode(held), parent)
+        total, alive = _receive_result(comm, parent, held, wire)
+    for child, my_fate, their_fate in reversed(children):
+        _send_result(comm, child, total, survivors(alive, their_fate), wire)
+        alive = survivors(alive, my_fate)
+    return Collected(total.vector, alive, total.finite)
+
+
+def butterfly(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -> Collected:
+    """Exchange with the rank at distance 1, 2, 4, ... and compute the same merge on both sides.
+
+    log2 P rounds of k entries when P is a power of two. Otherwise, with P = 2^m + e, the e last
+    ranks first hand their vectors to the e first, and get the result and the fate of their entries
+    back at the end. See `Collective` for arguments.
+    """
+    rank, P = comm.rank, comm.size
+    core = 1 << (P.bit_length() - 1)
+    if rank >= core:
+        comm.send(wire.encode(packet), rank - core)
+        total, alive = _receive_result(comm, rank - core, packet, wire)
+        return Collected(total.vector, alive, total.finite)
+
+    held = packet
+    fates = []  # of what this rank held, merge by merge
+    ward_fate = None
+    if rank + core < P:
+        theirs = _receive(comm, rank + core, packet, wire)
+        held, my_fate, ward_fate = _merge(held, theirs, k)
+        fates.append(my_fate)
+    distance = 1
+    while distance < core:
+        peer = rank ^ distance
+        message = comm.sendrecv(wire.encode(held), peer, peer)
+        theirs = _decode(message, packet, wire)
+        if rank < peer:
+            held, my_fate, _ = _merge(held, theirs, k)
+        else:
+            held, _, my_fate = _merge(theirs, held, k)
+        fates.append(my_fate)
+        distance *= 2
+
+    alive = torch.ones_like(held.vector.indices, dtype=torch.bool)
+    merges_after_ward = fates[1:] if ward_fate is not None else fates
+    for fate in reversed(merges_after_ward):
+        alive = survivors(alive, fate)
+    if ward_fate is not None:
+        _send_result(comm, rank + core, held, survivors(alive, ward_fate), wire)
+        alive = survivors(alive, fates[0])
+    return Collected(held.vector, alive, held.finite)
+
+
+def _merge(a: Packet, b: Packet, k: int) -> tuple[Packet, Tensor, Tensor]:
+    """The merge of two packets, lower rank first, and the fate of the entries of each."""
+    merged = kernels.merge(a.vector.indices, a.vector.values, b.vector.indices, b.vector.values, k)
+    vector = SparseVector(merged.indices, merged.values, a.vector.numel)
+    return Packet(vector, a.finite and b.finite), merged.fate_a, merged.fate_b
+
+
+def _decode(message: Tensor, like: Packet, wire: WireFormat) -> Packet:
+    return wire.decode(message, like.vector.numel, like.vector.values.device)
+
+
+def _receive(comm: Communicator, source: int, like: Packet, wire: WireFormat) -> Packet:
+    return _decode(comm.recv(source), like, wire)
+
+
+def _send_result(
+    comm: Communicator, dest: int, total: Packet, alive: Tensor, wire: WireFormat
+) -> None:
+    """Send the result, and which of the entries that `dest` sent are in it, a bit each."""
+    comm.send(frames.join([wire.encode(total), _pack_bits(alive)]), dest)
+
+
+def _receive_result(
+    comm: Communicator, source: int, sent: Packet, wire: WireFormat
+) -> tuple[Packet, Tensor]:
+    """The result, and bool [count of `sent`]: which entries of `sent` are in it."""
+    total, bits = frames.split(comm.recv(source), 2)
+    alive = _unpack_bits(bits, sent.vector.count).to(sent.vector.values.device)
+    return _decode(total, sent, wire), alive
+
+
+def _pack_bits(mask: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
+
+
+def _unpack_bits(bits: Tensor, count: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=count).view(bool))

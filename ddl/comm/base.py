@@ -1,0 +1,99 @@
+"""The communicator: what moves bytes between ranks, and nothing else.
+
+Each room (single, threads, MPI) implements one primitive, the exchange of messages between two
+ranks. Everything else is built on it in ddl.collectives, so that every room runs the same
+algorithms, gives the same bits, and counts the same bytes in the same place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Communicator(ABC):
+    """P ranks that exchange messages in pairs.
+
+    A message is a contiguous 1-D uint8 tensor on the CPU, of any length; the receiver learns the
+    length from the message itself. Messages from one rank to another arrive in the order sent.
+    One thread at a time may use a communicator; a second thread takes a `duplicate`.
+
+    Attributes:
+        rank: this worker, 0..size-1.
+        size: number of workers, P.
+        timeout: seconds after which a wait ends in `DeadlineError`.
+        local_rank: this worker among those on the same host, 0..local_size-1.
+        local_size: number of workers on the same host.
+        bytes_sent: bytes this rank has sent through this communicator so far.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: float,
+        local: tuple[int, int] | None = None,
+    ) -> None:
+        """Set the public attributes; `local`: rank and size on this host, if others exist."""
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.local_rank, self.local_size = (rank, size) if local is None else local
+        self.bytes_sent = 0
+
+    def send(self, message: Tensor, dest: int) -> None:
+        """Send `message` (uint8 [any length], reusable afterwards) to another rank.
+
+        Raises:
+            DeadlineError: the peer took nothing within `timeout` seconds.
+            CommunicationError: the peer is gone.
+        """
+        self.bytes_sent += message.numel()
+        self._exchange(message, dest, None)
+
+    def recv(self, source: int) -> Tensor:
+        """Receive the next message of another rank: uint8 [its length], owned by the caller.
+
+        Raises:
+            DeadlineError: nothing came within `timeout` seconds.
+            CommunicationError: the peer is gone.
+        """
+        return _received(self._exchange(None, None, source))
+
+    def sendrecv(self, message: Tensor, dest: int, source: int) -> Tensor:
+        """`send` to `dest` and `recv` from `source` at once, so that rings cannot deadlock."""
+        self.bytes_sent += message.numel()
+        return _received(self._exchange(message, dest, source))
+
+    @abstractmethod
+    def _exchange(
+        self, message: Tensor | None, dest: int | None, source: int | None
+    ) -> Tensor | None:
+        """Send if there is a `message`, receive if there is a `source`; wait for both."""
+
+    @abstractmethod
+    def split(self, color: int, key: int) -> Communicator:
+        """Part the ranks into groups. Collective: every rank calls it.
+
+        Args:
+            color: ranks that give the same number form a group.
+            key: order of the ranks within their group; ties by the present rank.
+
+        Returns:
+            The communicator of this rank's group, with a byte count of its own.
+        """
+
+    def duplicate(self) -> Communicator:
+        """The same ranks with messages and a byte count of their own. Collective."""
+        return self.split(0, self.rank)
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End the job on every rank, after one line with `reason` on stderr."""
+
+
+def _received(message: Tensor | None) -> Tensor:
+    if message is None:  # only a room that breaks its contract gets here
+        raise TypeError("_exchange() must return a message when given a source, got None")
+    return message

@@ -1,0 +1,142 @@
+"""Ranks as processes under mpirun or srun, through mpi4py.
+
+Buffers travel, never pickles. Waiting polls with a back-off instead of blocking: MPI's own blocking
+calls spin, and 16 ranks that spin on 2 cores take the cores from those that compute.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddl.comm.base import Communicator
+from ddl.errors import CommunicationError, DeadlineError
+
+# A wait first yields its time slice, since most messages of a running collective are about to
+# come; then it sleeps, ever longer. Slow to wake costs at most the cap per message; never to sleep
+# costs a core.
+YIELDS = 20
+FIRST_SLEEP = 20e-6
+LONGEST_SLEEP = 1e-3
+# A message under way moves only while somebody polls, so its transfer is polled more eagerly.
+LONGEST_SLEEP_IN_TRANSFER = 100e-6
+
+
+def load_mpi() -> Any:
+    """Import mpi4py.MPI, which starts MPI, and check its thread support.
+
+    Returns:
+        The module `mpi4py.MPI`.
+
+    Raises:
+        CommunicationError: no MPI library, or one without MPI_THREAD_MULTIPLE; names the cure.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "multiple"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CommunicationError(
+            f"MPI was not found ({first_line}); expected mpi4py and an MPI library: load your "
+            "cluster's MPI module, or pip install 'ddl[mpich]', which brings mpirun too"
+        ) from error
+    provided = MPI.Query_thread()
+    if provided < MPI.THREAD_MULTIPLE:
+        names = {
+            MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+            MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+            MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+        }
+        raise CommunicationError(
+            f"MPI gives {names.get(provided, provided)}, expected MPI_THREAD_MULTIPLE, because "
+            "gradients travel on a background thread; import ddl before any other user of MPI, "
+            "or use an MPI built with thread support (pip install 'ddl[mpich]' brings one)"
+        )
+    return MPI
+
+
+class MPICommunicator(Communicator):
+    """One process of an MPI job."""
+
+    def __init__(self, handle: Any, timeout: float) -> None:
+        """Wrap an mpi4py intracommunicator that nothing else sends messages on."""
+        self._mpi = load_mpi()
+        self._handle = handle
+        on_this_host = handle.Split_type(self._mpi.COMM_TYPE_SHARED)
+        local = (on_this_host.Get_rank(), on_this_host.Get_size())
+        on_this_host.Free()
+        super().__init__(handle.Get_rank(), handle.Get_size(), timeout, local)
+
+    @classmethod
+    def world(cls, timeout: float) -> MPICommunicator:
+        """All processes that mpirun started, apart from whatever else uses COMM_WORLD."""
+        return cls(load_mpi().COMM_WORLD.Dup(), timeout)
+
+    def _exchange(
+        self, message: Tensor | None, dest: int | None, source: int | None
+    ) -> Tensor | None:
+        MPI = self._mpi
+        requests = []
+        received = None
+        try:
+            if message is not None:
+                requests.append(self._handle.Isend([message.numpy(), MPI.BYTE], dest))
+            if source is not None:
+                status = MPI.Status()
+                found = self._wait(
+                    lambda: self._handle.Improbe(source, status=status),
+                    LONGEST_SLEEP,
+                    f"for a message of rank {source}",
+                )
+                received = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
+                requests.append(found.Irecv([received.numpy(), MPI.BYTE]))
+            self._wait(
+                lambda: MPI.Request.Testall(requests) or None,
+                LONGEST_SLEEP_IN_TRANSFER if source is not None else LONGEST_SLEEP,
+                f"for rank {dest} to take a message" if dest is not None else "for a transfer",
+            )
+        except MPI.Exception as error:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size}, to {dest}, from {source}: "
+                f"{error.Get_error_string()}; look for the first rank that failed"
+            ) from error
+        return received
+
+    def _wait(self, poll: Callable[[], Any], longest_sleep: float, what: str) -> Any:
+        """Poll until something else than None comes back, or the deadline passes."""
+        deadline = time.monotonic() + self.timeout
+        polls = 0
+        sleep = FIRST_SLEEP
+        while True:
+            result = poll()
+            if result is not None:
+                return result
+            polls += 1
+            if polls <= YIELDS:
+                time.sleep(0)
+                continue
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"rank {self.rank} of {self.size} waits {what}: nothing within "
+                    f"{self.timeout:g} s; is that rank stalled, or running another script?"
+                )
+            time.sleep(sleep)
+            sleep = min(2 * sleep, longest_sleep)
+
+    def split(self, color: int, key: int) -> MPICommunicator:
+        """See `Communicator.split`."""
+        arrived = self._handle.Ibarrier()  # Split itself would wait without a deadline
+        self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to split")
+        return MPICommunicator(self._handle.Split(color, key), self.timeout)
+
+    def abort(self, reason: str) -> None:
+        """Print the reason and end every process of the job with status 1."""
+        print(f"ddl: rank {self.rank} of {self.size}: {reason}", file=sys.stderr, flush=True)
+        self._handle.Abort(1)

@@ -1,0 +1,339 @@
+"""DistributedOptimizer: the user's optimizer, whose gradients are averages over all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddl.buckets import NamedParameter
+from ddl.comm import Communicator
+from ddl.compressors import make_compressor
+from ddl.density import DensityWarmup, check_density
+from ddl.errors import DDLError
+from ddl.metrics import StepMetrics
+from ddl.reducer import Reducer, ReducerConfig
+from ddl.settings import Settings
+from ddl.state import broadcast_parameters
+from ddl.world import communicator
+
+logger = logging.getLogger(__name__)
+
+UNUSED_PARAMETERS = ("error", "zero")
+
+
+class DistributedOptimizer(Optimizer):
+    """Wraps an optimizer so that `step()` applies the average gradient of all ranks.
+
+    It shares the wrapped optimizer's `param_groups` and `state`, so schedulers and checkpoints made
+    for either work with both. Gradients are aggregated in the background while `backward()` goes
+    on; `step()` waits for them. Each rank applies the same update, to the bit.
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = ddl.DistributedOptimizer(optimizer, model.named_parameters(),
+                                             compressor="gtopk", density=0.001)
+
+    Where a gradient of any rank is not finite, all ranks skip the step together; `skipped_steps`
+    counts them. Wrapping a wrapped optimizer returns it unchanged.
+
+    Attributes:
+        density: fraction of gradient entries to keep at present; the same on every rank.
+        skipped_steps: steps skipped because a gradient was not finite.
+    """
+
+    def __new__(cls, optimizer: Optimizer, *args: Any, **kwargs: Any) -> DistributedOptimizer:
+        """A new wrapper, or `optimizer` itself if it is one."""
+        return optimizer if isinstance(optimizer, cls) else super().__new__(cls)
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        *,
+        compressor: str = "gtopk",
+        density: float = 0.001,
+        density_warmup: DensityWarmup | None = None,
+        collective: str | None = None,
+        backward_passes_per_step: int = 1,
+        unused_parameters: str = "error",
+        bucket_bytes: int | None = None,
+        dense_below: int = 0,
+        seed: int = 0,
+        comm: Communicator | None = None,
+    ) -> None:
+        """Hook into the parameters, and give every rank those of rank 0. Collective.
+
+        Args:
+            optimizer: any torch optimizer over floating-point parameters.
+            named_parameters: names for messages, usually `model.named_parameters()`; parameters
+                that the optimizer does not have are ignored. Their order, about that of the
+                forward pass, decides which gradients travel first.
+            compressor: one of `ddl.COMPRESSORS`.
+            density: fraction of the entries of each bucket to keep, in (0, 1].
+            density_warmup: higher densities for the first epochs; tell the epoch by `set_epoch`.
+            collective: for gtopk and gaussiank-gtopk: "butterfly" (default) or "tree".
+            backward_passes_per_step: backward passes between two steps; their gradients are summed,
+                as torch does without ddl. `step()` after fewer takes what there is.
+            unused_parameters: "error", or "zero" for models in which some parameters get no
+                gradient in some steps: it then counts as zero on this rank.
+            bucket_bytes: gradient bytes aggregated together; default DDL_FUSION_THRESHOLD, 25 MiB.
+            dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
+            seed: of random-k's draws; the same on every rank.
+            comm: the ranks; default those of `ddl.init()`.
+
+        Raises:
+            ValueError: an argument out of range; a parameter that cannot be handled.
+            DisagreementError: ranks were given different models or settings.
+        """
+        if optimizer is self:
+            logger.warning("the optimizer is distributed already; its first settings stay")
+            return
+        kind = make_compressor(compressor, collective)
+        check_density(density)
+        if unused_parameters not in UNUSED_PARAMETERS:
+            raise ValueError(
+                f"unused_parameters must be one of {', '.join(UNUSED_PARAMETERS)}, got "
+                f"{unused_parameters!r}"
+            )
+        if backward_passes_per_step < 1:
+            raise ValueError(
+                f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
+            )
+        settings = Settings.from_environment()
+        bucket_bytes = settings.bucket_bytes if bucket_bytes is None else bucket_bytes
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        comm = communicator() if comm is None else comm
+        members = _named(optimizer, named_parameters)
+        trainable = [member for member in members if member.parameter.requires_grad]
+        self._names = {id(member.parameter): member.name for member in members}
+
+        self._inner: Optimizer | None = None
+        super().__init__(optimizer.param_groups, optimizer.defaults)  # for torch's own hooks
+        self._inner = optimizer
+        self._target_density = density
+        self._warmup = density_warmup
+        self._synchronized = False
+        self._finite = True
+        self.skipped_steps = 0
+        self._reducer = Reducer(
+            trainable,
+            comm,
+            kind,
+            density,
+            ReducerConfig(
+                bucket_bytes, dense_below, backward_passes_per_step, unused_parameters, seed
+            ),
+            stall_check_seconds=settings.stall_check_seconds,
+        )
+        broadcast_parameters([(m.name, m.parameter) for m in members], comm=comm)
+        if density_warmup is not None:
+            self.set_epoch(0)
+
+    # What is shared with the wrapped optimizer. The base class assigns these in its constructor,
+    # before there is one.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's own list."""
+        return self._own_groups if self._inner is None else self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._inner is None:
+            self._own_groups = groups
+        else:
+            self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's own state."""
+        return {} if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._inner is not None:
+            self._inner.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped optimizer has besides."""
+        inner = self.__dict__.get("_inner")
+        if inner is None:
+            raise AttributeError(name)
+        return getattr(inner, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer, and aggregate them from now on. Collective."""
+        if self._inner is None:
+            super().add_param_group(param_group)
+        else:
+            self._inner.add_param_group(param_group)
+            self._adopt_new_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer."""
+        self._wrapped.load_state_dict(state_dict)
+
+    # A step.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's; gradients not yet applied by `step()` are owed, not lost."""
+        if self._reducer.in_flight:
+            self._reducer.abandon()
+        self._synchronized = False
+        self._wrapped.zero_grad(set_to_none)
+
+    def synchronize(self) -> bool:
+        """Wait until every `p.grad` is the average over ranks, e.g. to clip it. Collective.
+
+        `step()` does not aggregate again what this has aggregated.
+
+        Returns:
+            Whether the gradients of all ranks were finite; the same on every rank.
+
+        Raises:
+            GradientError: a parameter got no gradient.
+            CommunicationError: another rank is gone, or did not take part in time.
+        """
+        self._adopt_new_parameters()
+        self._finite = self._reducer.synchronize()
+        self._synchronized = True
+        return self._finite
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """For scripts written for others: here `step()` knows what is synchronized already."""
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Aggregate what is not aggregated yet, then step. Collective.
+
+        Where a gradient of any rank was not finite, every rank skips the step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, as in torch.
+
+        Returns:
+            What the wrapped optimizer returns; the loss, or None, for a skipped step.
+
+        Raises:
+            As `synchronize`.
+        """
+        if closure is None:
+            return self._wrapped.step() if self._gradients_usable() else None
+        with torch.enable_grad():
+            loss = closure()
+        if not self._gradients_usable():
+            return loss
+        evaluated = True
+
+        def evaluate() -> Any:
+            nonlocal evaluated
+            if evaluated:  # optimizers that evaluate once get what has been evaluated
+                evaluated = False
+                return loss
+            fresh = closure()
+            self.synchronize()
+            return fresh
+
+        return self._wrapped.step(evaluate)
+
+    def _gradients_usable(self) -> bool:
+        """Aggregate unless `synchronize` has; count a skipped step."""
+        if not (self._synchronized and self._reducer.idle):
+            self.synchronize()
+        self._synchronized = False
+        if not self._finite:
+            self.skipped_steps += 1
+            logger.warning(
+                "step %d skipped on every rank: a gradient was not finite (%d skipped so far)",
+                self._reducer.step - 1,
+                self.skipped_steps,
+            )
+        return self._finite
+
+    # Density and metrics.
+
+    @property
+    def density(self) -> float:
+        """Fraction of gradient entries kept at present."""
+        return self._reducer.density
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch, from 0, to the density warm-up; between two steps, on every rank."""
+        if self._warmup is not None:
+            self._reducer.density = self._warmup.at(epoch, self._target_density)
+
+    @property
+    def metrics(self) -> StepMetrics:
+        """What the last step cost and moved on this rank; takes a pass over the residuals."""
+        return self._reducer.metrics()
+
+    def close(self) -> None:
+        """Let go of the parameters and end the background thread."""
+        self._reducer.close()
+
+    @property
+    def _wrapped(self) -> Optimizer:
+        if self._inner is None:
+            raise DDLError("the optimizer is used before its constructor has ended")
+        return self._inner
+
+    def _adopt_new_parameters(self) -> None:
+        """Take in parameters that were added or unfrozen since the last step."""
+        new = [
+            NamedParameter(self._names.get(id(member.parameter), member.name), member.parameter)
+            for member in _owned(self._wrapped)
+            if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
+        ]
+        if new:
+            self._reducer.add(new)
+
+
+def _named(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
+) -> list[NamedParameter]:
+    """The optimizer's parameters with their names, in the order of the names.
+
+    Raises:
+        ValueError: a name given twice, or a parameter without a name.
+    """
+    owned = {id(member.parameter): member for member in _owned(optimizer)}
+    if named_parameters is None:
+        return list(owned.values())
+    pairs = list(named_parameters)
+    counts = Counter(name for name, _ in pairs)
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"named_parameters has {name!r} {count} times, expected distinct names; with "
+                "several models give each a prefix"
+            )
+    members = {id(p): NamedParameter(name, p) for name, p in pairs if id(p) in owned}
+    for key, member in owned.items():
+        if key not in members:
+            raise ValueError(
+                f"the optimizer's parameter {member.name} of shape "
+                f"{tuple(member.parameter.shape)} is not in named_parameters; pass the "
+                "named_parameters() of every model it optimizes, or none at all"
+            )
+    return list(members.values())
+
+
+def _owned(optimizer: Optimizer) -> list[NamedParameter]:
+    """An optimizer's parameters, named by their place in it."""
+    return [
+        NamedParameter(f"group{g}.{place}", parameter)
+        for g, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]

@@ -1,0 +1,338 @@
+"""The reducer: listens to gradients, launches buckets in a fixed order, waits for the results.
+
+1. *Ready.* Autograd has accumulated a parameter's gradient; a hook brings it into its bucket.
+2. *Launch.* Once a bucket and all before it are ready they go to the worker thread. The order is
+   the same on every rank, whatever the order of the gradients, so collectives always match.
+3. *Wait.* `synchronize` launches what is left, waits for all buckets, and if a gradient of any rank
+   was not finite takes back what the others applied.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddl.aggregator import Aggregator, DenseAggregator, Outcome, SparseAggregator
+from ddl.buckets import Bucket, NamedParameter, make_buckets
+from ddl.collectives import messages
+from ddl.collectives.dense import dense_bytes
+from ddl.comm import Communicator
+from ddl.compressors import Compressor
+from ddl.errors import CommunicationError, DeadlineError, DisagreementError, GradientError
+from ddl.metrics import StepMetrics, overlap_fraction
+from ddl.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+# The worker's own waits have the same deadline and know more; let their error come first.
+GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """Settings that every rank must share."""
+
+    bucket_bytes: int
+    """Gradient bytes a bucket: large saves latency, small overlaps more."""
+    dense_below: int
+    """Parameters with fewer elements stay dense: costs bytes, spares them the delay."""
+    backward_passes_per_step: int
+    """Backward passes whose gradients add up before they are aggregated."""
+    unused_parameters: str
+    """"error", or "zero": what a parameter without gradient means."""
+    seed: int
+    """Of random choices that ranks must make alike."""
+
+
+class Reducer:
+    """Owns the buckets of one optimizer on one rank.
+
+    Attributes:
+        density: fraction of entries to keep; the same on every rank; change it between steps.
+        step: aggregations so far.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[NamedParameter],
+        comm: Communicator,
+        compressor: Compressor,
+        density: float,
+        config: ReducerConfig,
+        *,
+        stall_check_seconds: float,
+    ) -> None:
+        """Make the buckets and hook into the parameters. Collective.
+
+        Args:
+            members: trainable parameters, in the order of the forward pass.
+            comm: the ranks; the reducer takes a duplicate.
+            compressor: how buckets are aggregated.
+            density: see the attribute.
+            config: see there.
+            stall_check_seconds: after this long a wait is reported in the log.
+
+        Raises:
+            ValueError: a parameter that cannot be handled.
+            DisagreementError: ranks differ in their parameters or settings.
+        """
+        self.density = density
+        self.step = 0
+        self._config = config
+        self._comm = comm.duplicate()
+        self._compressor = compressor
+        self._worker = Worker(f"ddl-reducer-{comm.rank}")
+        self._stall_check_seconds = stall_check_seconds
+        self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
+        self._buckets: list[Bucket] = []
+        self._aggregators: list[Aggregator] = []
+        self._hooks: dict[int, Any] = {}  # by id of the parameter, which its bucket keeps alive
+        self._outcomes: list[Outcome] = []
+        self._overlap = 0.0
+        self._wait_seconds = 0.0
+        self._start_step()
+        self.add(members)
+
+    def add(self, members: Sequence[NamedParameter]) -> None:
+        """Take in more parameters, in buckets behind the present ones. Collective.
+
+        Gradients that they have already belong to the step under way.
+
+        Raises:
+            ValueError: a parameter that cannot be handled.
+            DisagreementError: ranks differ in their parameters or settings.
+        """
+        self._check_agreement(members)
+        with self._lock:
+            have_gradient = {id(m.parameter) for m in members if m.parameter.grad is not None}
+            config = self._config
+            added = make_buckets(
+                members, config.bucket_bytes, config.dense_below, first_index=len(self._buckets)
+            )
+            for bucket in added:
+                self._buckets.append(bucket)
+                self._aggregators.append(self._make_aggregator(bucket))
+                self._passes.append([int(id(m.parameter) in have_gradient) for m in bucket.members])
+                self._unready.append(len(bucket.members))
+                for place, member in enumerate(bucket.members):
+                    hook = _hook(weakref.ref(self), bucket, place)
+                    handle = member.parameter.register_post_accumulate_grad_hook(hook)
+                    self._hooks[id(member.parameter)] = handle
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is in a bucket."""
+        return id(parameter) in self._hooks
+
+    def _make_aggregator(self, bucket: Bucket) -> Aggregator:
+        if self._compressor.is_dense or bucket.dense:
+            return DenseAggregator(self._comm)
+        numel, device = bucket.flat.numel(), bucket.flat.device
+        seed = (self._config.seed << 16) + bucket.index
+        return SparseAggregator(self._comm, numel, device, self._compressor, seed)
+
+    def _check_agreement(self, members: Sequence[NamedParameter]) -> None:
+        layout = [(m.name, tuple(m.parameter.shape), str(m.parameter.dtype)) for m in members]
+        mine = {
+            "compressor": self._compressor.name,
+            "collective": self._compressor.collective_name,
+            "density": self.density,
+            **asdict(self._config),
+            "number of parameters": len(layout),
+            "names and shapes of parameters": hashlib.sha256(repr(layout).encode()).hexdigest()[:8],
+        }
+        everyone = messages.gather_objects(self._comm, mine)
+        for rank, theirs in enumerate(everyone):
+            for what, expected in everyone[0].items():
+                if theirs[what] != expected:
+                    raise DisagreementError(
+                        f"{what}: rank {rank} has {theirs[what]}, expected {expected} as on rank "
+                        "0; give every rank the same model and settings"
+                    )
+
+    def _start_step(self) -> None:
+        self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
+        self._unready = [len(bucket.members) for bucket in self._buckets]
+        self._launched: list[Future[Outcome]] = []
+        self._last_gradient = time.perf_counter()
+
+    # 1. Ready.
+
+    def on_gradient(self, bucket: Bucket, place: int) -> None:
+        """Take in the gradient that autograd has just accumulated; never blocks.
+
+        Raises:
+            GradientError: one more than `backward_passes_per_step`.
+        """
+        with self._lock:
+            passes = self._passes[bucket.index]
+            expected = self._config.backward_passes_per_step
+            if passes[place] == expected or bucket.index < len(self._launched):
+                raise GradientError(
+                    f"parameter {bucket.members[place].name!r} got another gradient in step "
+                    f"{self.step} on rank {self._comm.rank}, expected {expected} before "
+                    "optimizer.step(); pass backward_passes_per_step= the number of backward "
+                    "passes per step"
+                )
+            bucket.absorb(place)
+            passes[place] += 1
+            if passes[place] == expected:
+                self._unready[bucket.index] -= 1
+                self._last_gradient = time.perf_counter()
+                self._launch_ready()
+
+    # 2. Launch.
+
+    def _launch_ready(self) -> None:
+        while len(self._launched) < len(self._buckets):
+            index = len(self._launched)
+            if self._unready[index]:
+                return
+            self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        aggregator, bucket = self._aggregators[index], self._buckets[index]
+        task = functools.partial(aggregator.aggregate, bucket.flat, self.density)
+        self._launched.append(self._worker.submit(task))
+
+    def _launch_rest(self) -> None:
+        """Launch the buckets that still lack gradients; what is missing counts as zero."""
+        self._check_every_parameter_has_a_gradient()
+        for index in range(len(self._launched), len(self._buckets)):
+            for place in range(len(self._buckets[index].members)):
+                self._buckets[index].absorb(place)
+            self._launch(index)
+
+    def _check_every_parameter_has_a_gradient(self) -> None:
+        if self._config.unused_parameters == "zero":
+            return
+        missing = [
+            member.name
+            for bucket, passes in zip(self._buckets, self._passes, strict=True)
+            for member, count in zip(bucket.members, passes, strict=True)
+            if count == 0 and member.parameter.requires_grad
+        ]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise GradientError(
+                f"parameter {missing[0]!r}{more} got no gradient in step {self.step} on rank "
+                f"{self._comm.rank}, expected one from every backward pass; set its "
+                'requires_grad to False, or pass unused_parameters="zero"'
+            )
+
+    # 3. Wait.
+
+    def synchronize(self) -> bool:
+        """Aggregate what is not aggregated yet; afterwards every gradient is the average.
+
+        Returns:
+            Whether every gradient of every rank was finite; the same on all ranks. If not, the
+            step must not be taken: nothing was applied, and every finite gradient is still owed.
+
+        Raises:
+            GradientError: a parameter has no gradient.
+            DeadlineError: another rank did not take part in time.
+            CommunicationError: another rank is gone.
+        """
+        with self._lock:
+            self._launch_rest()
+        begin = time.perf_counter()
+        self._outcomes = [
+            self._wait_for(future, bucket)
+            for future, bucket in zip(self._launched, self._buckets, strict=True)
+        ]
+        self._wait_seconds = time.perf_counter() - begin
+        self._overlap = overlap_fraction(self._outcomes, self._last_gradient)
+        finite = all(outcome.finite for outcome in self._outcomes)
+        if not finite:
+            for aggregator in self._aggregators:
+                aggregator.revoke()
+        self.step += 1
+        self._start_step()
+        return finite
+
+    def abandon(self) -> None:
+        """Finish what was launched, and owe it: the caller will not take this step."""
+        with self._lock:
+            launched, self._launched = self._launched, []
+        for future, bucket in zip(launched, self._buckets, strict=False):
+            self._wait_for(future, bucket)
+            self._aggregators[bucket.index].revoke()
+        self._start_step()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether buckets were launched and not waited for."""
+        return bool(self._launched)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no gradient has come since the last `synchronize`."""
+        return not any(any(passes) for passes in self._passes)
+
+    def _wait_for(self, future: Future[Outcome], bucket: Bucket) -> Outcome:
+        where = f"step {self.step}, {bucket}, rank {self._comm.rank} of {self._comm.size}"
+        begin = time.monotonic()
+        while not wait([future], timeout=self._stall_check_seconds).done:
+            waited = time.monotonic() - begin
+            logger.warning(
+                "%s: not aggregated after %.0f s; waiting for other ranks", where, waited
+            )
+            if waited > self._comm.timeout + GRACE_SECONDS:
+                raise DeadlineError(
+                    f"{where}: not aggregated after {waited:.0f} s; is a rank dead?"
+                )
+        try:
+            return future.result()
+        except CommunicationError as error:
+            raise type(error)(f"{where}: {error}") from error
+
+    def metrics(self) -> StepMetrics:
+        """What the last step cost; takes a pass over the residuals."""
+        numel = sum(bucket.flat.numel() for bucket in self._buckets)
+        outcomes = self._outcomes
+        residuals = [a.residual for a in self._aggregators if a.residual is not None]
+        norms = [torch.linalg.vector_norm(residual) for residual in residuals]
+        return StepMetrics(
+            step=self.step - 1,
+            finite=all(outcome.finite for outcome in outcomes),
+            select_seconds=sum(outcome.select_seconds for outcome in outcomes),
+            communicate_seconds=sum(outcome.ended - outcome.started for outcome in outcomes),
+            wait_seconds=self._wait_seconds,
+            bytes_sent=sum(outcome.bytes_sent for outcome in outcomes),
+            bytes_dense=sum(
+                dense_bytes(bucket.flat.numel(), bucket.flat.element_size(), self._comm.size)
+                for bucket in self._buckets
+            ),
+            density_actual=sum(outcome.picked for outcome in outcomes) / numel,
+            overlap_fraction=self._overlap,
+            residual_norm=float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0,
+        )
+
+    def close(self) -> None:
+        """Let go of the parameters and end the worker thread."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._worker.close(timeout=GRACE_SECONDS)
+
+
+def _hook(reducer: weakref.ref[Reducer], bucket: Bucket, place: int) -> Any:
+    """A hook that does not keep the reducer alive."""
+
+    def on_gradient(parameter: nn.Parameter) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.on_gradient(bucket, place)
+
+    return on_gradient

@@ -1,0 +1,115 @@
+"""Selectors: which entries of scale * flat + residual this rank sends.
+
+`select` moves what it picks out of the residual and leaves the rest in it, in one pass of
+ddl.kernels. A selector belongs to one bucket; its state only makes the next selection faster.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ddl import kernels
+from ddl.sparse import Packet, SparseVector
+
+
+class Selector(Protocol):
+    """Chooses entries of one bucket, step after step."""
+
+    def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
+        """Split accumulated = scale * flat + residual into what is sent and what is owed.
+
+        Args:
+            flat: [numel] gradient, float32, bfloat16 or float16; unchanged.
+            residual: float32 [numel]; afterwards 0 where picked, else accumulated. An entry whose
+                accumulated value is not finite keeps its old residual and is never picked.
+            k: entries wanted.
+            scale: factor that brings `flat` to the residual's units.
+
+        Returns:
+            The picks, and whether every accumulated value was finite.
+        """
+
+
+class TopK:
+    """The k largest magnitudes, exactly; ties to the lower index; zeros never."""
+
+    def __init__(self) -> None:
+        """Without a prediction for the first selection."""
+        self._prediction = Prediction()
+
+    def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
+        """See `Selector.select`."""
+        selection = kernels.accumulate_topk(
+            flat, residual, k, scale=scale, threshold=self._prediction.threshold(k)
+        )
+        self._prediction.learn(k, selection)
+        return _packet(selection, flat.numel())
+
+
+class Prediction:
+    """Next step's threshold: the last k-th magnitude, lowered until few enough candidates pass.
+
+    It aims at a little over k candidates. Too many cost a longer settlement; too few cost a second
+    pass over memory, so a miss lowers the factor faster than a hit raises it.
+    """
+
+    MOST_CANDIDATES = 1.3
+    FEWEST_CANDIDATES = 1.05
+
+    def __init__(self) -> None:
+        """Nothing known yet."""
+        self._k = 0
+        self._last = 0.0
+        self._factor = 0.95
+
+    def threshold(self, k: int) -> float | None:
+        """The prediction for `k`, or None if there is no basis for one."""
+        return self._last * self._factor if k == self._k and self._last > 0 else None
+
+    def learn(self, k: int, selection: kernels.Selection) -> None:
+        """Take in the outcome of a selection of `k`."""
+        if k == self._k:
+            if selection.repaired:
+                self._factor = max(0.5, self._factor - 0.1)
+            elif selection.candidates < self.FEWEST_CANDIDATES * k:
+                self._factor = max(0.5, self._factor - 0.02)
+            elif selection.candidates > self.MOST_CANDIDATES * k:
+                self._factor = min(1.0, self._factor + 0.01)
+        self._k = k
+        self._last = selection.threshold
+
+
+class GaussianK:
+    """What exceeds mean + std * ppf(1 - density/2) in magnitude; about k, always near it.
+
+    Shi et al., arXiv 1911.08772, Algorithm 1, with counts bounded to [2/3 k, 4/3 k] on every
+    distribution, which the published rule does only on bell-shaped ones.
+    """
+
+    def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
+        """See `Selector.select`."""
+        selection = kernels.accumulate_gaussiank(flat, residual, k, scale=scale)
+        return _packet(selection, flat.numel())
+
+
+class RandomK:
+    """k entries drawn uniformly, the same on every rank and others at every step."""
+
+    def __init__(self, seed: int) -> None:
+        """Start a sequence of draws; give every rank the same seed, every bucket another."""
+        self._seed = seed
+        self._step = 0
+
+    def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
+        """See `Selector.select`; zeros are picked too."""
+        seed = self._seed * 2**32 + self._step
+        self._step += 1
+        indices = kernels.random_indices(flat.numel(), k, seed).to(flat.device)
+        return _packet(kernels.accumulate_at(flat, residual, indices, scale=scale), flat.numel())
+
+
+def _packet(selection: kernels.Selection, numel: int) -> Packet:
+    vector = SparseVector(selection.indices, selection.values, numel)
+    return Packet(vector, selection.finite)

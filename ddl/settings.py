@@ -1,0 +1,60 @@
+"""Settings read from the environment; an argument in code wins over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults of a process; `from_environment` reads the `DDL_*` variables."""
+
+    log_level: str = "WARNING"
+    """DDL_LOG_LEVEL: level of the `ddl` logger."""
+    stall_check_seconds: float = 60.0
+    """DDL_STALL_CHECK_TIME_SECONDS: after this long a wait is reported in the log."""
+    stall_shutdown_seconds: float = 600.0
+    """DDL_STALL_SHUTDOWN_TIME_SECONDS: after this long a wait ends in an error."""
+    bucket_bytes: int = 25 * 2**20
+    """DDL_FUSION_THRESHOLD: gradient bytes a bucket; large saves latency, small overlaps more."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the variables.
+
+        Raises:
+            ValueError: a variable does not hold what it should; names it.
+        """
+        level = environ.get("DDL_LOG_LEVEL", cls.log_level).upper()
+        if level not in LOG_LEVELS:
+            raise ValueError(
+                f"DDL_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, got {level!r}; "
+                f"unset it for {cls.log_level}"
+            )
+        return cls(
+            log_level=level,
+            stall_check_seconds=_above_zero(
+                environ, "DDL_STALL_CHECK_TIME_SECONDS", cls.stall_check_seconds
+            ),
+            stall_shutdown_seconds=_above_zero(
+                environ, "DDL_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown_seconds
+            ),
+            bucket_bytes=int(_above_zero(environ, "DDL_FUSION_THRESHOLD", cls.bucket_bytes)),
+        )
+
+
+def _above_zero(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a number above 0, got {text!r}; unset it for {default}")
+    return value

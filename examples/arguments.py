@@ -1,0 +1,156 @@
+"""The command line of train_resnet50.py. A wrong argument raises BadInput: one line that names the cure."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ddl
+
+DATASETS = ("digits", "fashion-mnist", "cifar10", "imagefolder")
+COLLECTIVES = ("tree", "butterfly")
+PUBLISHED_WARMUP = "0.25,0.0625,0.015625,0.004"
+
+
+class BadInput(ValueError):
+    """Something the user asked for cannot be done. The message is one line: got, expected, cure."""
+
+
+def one_line(error: object) -> str:
+    """The text of an error, its line breaks turned into spaces."""
+    return " ".join(str(error).split())
+
+
+def number(
+    kind: type[int] | type[float], condition: Callable[[Any], bool], expected: str
+) -> Callable[[str], Any]:
+    """An argparse type: a finite int or float that fulfils the condition."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+            good = math.isfinite(value) and condition(value)
+        except (ValueError, OverflowError):
+            good = False
+        if not good:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        return value
+
+    return parse
+
+
+positive_int = number(int, lambda value: value >= 1, "a whole number of 1 or more")
+count = number(int, lambda value: value >= 0, "a whole number of 0 or more")
+positive_float = number(float, lambda value: value > 0, "a number above 0")
+not_negative = number(float, lambda value: value >= 0, "a number of 0 or more")
+momentum = number(float, lambda value: 0 <= value < 1, "a number in [0, 1)")
+density = number(
+    float,
+    lambda value: 0 < value <= 1,
+    "a density in (0, 1]; it is the fraction of entries kept, not a percentage",
+)
+
+
+def densities(text: str) -> tuple[float, ...]:
+    """One density per epoch, or `none`."""
+    return () if text == "none" else tuple(density(part) for part in text.split(","))
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser that speaks once, not once per rank, and ends in BadInput, not in a usage dump."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{one_line(message)}; --help lists all arguments")
+
+    def print_help(self, file: Any = None) -> None:
+        if ddl.rank() == 0:
+            super().print_help(file)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; `arguments` stands in for it in tests.
+
+    Raises:
+        BadInput: an argument is unknown, or has a value that no run can use.
+    """
+    parser = _Parser(
+        prog="train_resnet50.py",
+        description="Train an image classifier with sparsified gradients, one process per worker.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", choices=DATASETS, default="digits", help="what to learn")
+    data.add_argument("--data-dir", type=Path, help="folder of fashion-mnist or cifar10")
+    data.add_argument("--download", action="store_true", help="fetch cifar10 if it is not there")
+    data.add_argument("--train-dir", type=Path, help="imagefolder: one folder per class")
+    data.add_argument("--val-dir", type=Path, help="imagefolder: the same classes, other images")
+    data.add_argument("--synthetic", action="store_true", help="random images, to measure speed")
+    data.add_argument("--image-size", type=positive_int, help="pixels; default: what suits the model")
+    data.add_argument("--workers", type=count, default=0, help="loader processes per worker")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--model", default="resnet50", help="resnet20 or one of torchvision")
+    training.add_argument("--batch-size", type=positive_int, default=16, help="images per worker")
+    training.add_argument("--epochs", type=positive_int, default=10, help="passes over the data")
+    training.add_argument("--max-steps", type=positive_int, help="end after so many steps")
+    training.add_argument(
+        "--base-lr", type=positive_float, default=0.0125, help="learning rate of one worker"
+    )
+    training.add_argument(
+        "--warmup-epochs", type=not_negative, default=2.0, help="rise from base-lr to P * base-lr"
+    )
+    training.add_argument("--momentum", type=momentum, default=0.9, help="of SGD")
+    training.add_argument("--wd", type=not_negative, default=1e-4, help="weight decay")
+    training.add_argument("--seed", type=count, default=42, help="of weights and shuffling")
+    training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
+    training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
+
+    compression = parser.add_argument_group("gradient compression")
+    compression.add_argument(
+        "--compressor", choices=tuple(ddl.COMPRESSORS), default="gtopk", help="what is sent, and how"
+    )
+    compression.add_argument("--density", type=density, default=0.001, help="fraction sent")
+    compression.add_argument(
+        "--density-warmup",
+        type=densities,
+        default=PUBLISHED_WARMUP,
+        help="densities of the first epochs, or none",
+    )
+    compression.add_argument("--collective", choices=COLLECTIVES, help="how gtopk aggregates")
+    compression.add_argument(
+        "--bucket-mb", type=positive_float, default=25.0, help="gradients sent together, in MiB"
+    )
+    compression.add_argument(
+        "--dense-below", type=count, default=0, help="parameters smaller than this are sent whole"
+    )
+
+    result = parser.parse_args(arguments)
+    _check_together(result)
+    return result
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """What argparse cannot see: arguments that need or exclude each other."""
+    folders = args.dataset == "imagefolder"
+    for flag, value in (("--train-dir", args.train_dir), ("--val-dir", args.val_dir)):
+        if folders and value is None and not args.synthetic:
+            raise BadInput(
+                f"--dataset imagefolder without {flag}, expected a folder with one sub-folder of "
+                f"images per class; add {flag} PATH"
+            )
+        if not folders and value is not None:
+            raise BadInput(
+                f"{flag} with --dataset {args.dataset}, expected imagefolder; "
+                f"add --dataset imagefolder or leave {flag} out"
+            )
+    if args.download and args.dataset != "cifar10":
+        raise BadInput(
+            f"--download with --dataset {args.dataset}, expected cifar10; leave --download out"
+        )
+    if args.collective and not args.compressor.endswith("gtopk"):
+        raise BadInput(
+            f"--collective {args.collective} with --compressor {args.compressor}, expected gtopk or "
+            "gaussiank-gtopk; leave --collective out"
+        )

@@ -1,0 +1,227 @@
+"""Images and labels by the name of the data set, all as float32 [3, size, size] around zero.
+
+The small ones stay in memory as they come, uint8 and unscaled: with 16 ranks on one machine every copy counts 16 times.
+"""
+
+import gzip
+import math
+import struct
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from arguments import BadInput, one_line
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torch.utils.data import Dataset
+from torchvision import datasets, transforms
+
+FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
+CIFAR10_DIR = Path("data/cifar10")
+UNSIGNED_BYTES = 0x08  # the type code of an idx file
+IMAGENET_SIZE = 224
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """What to train on and what to be judged by; both give (float32 [3, size, size], int label)."""
+
+    train: Dataset
+    val: Dataset
+
+
+class SmallImages(Dataset):
+    """Images kept as uint8 [N, h, w], each scaled to float32 [3, size, size] when it is asked for."""
+
+    def __init__(self, images: Tensor, labels: Tensor, size: int) -> None:
+        self.images, self.labels, self.size = images, labels.tolist(), size
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        grey = self.images[index].float() / 127.5 - 1.0
+        scaled = interpolate(grey[None, None], size=(self.size, self.size), mode="bilinear")
+        return scaled[0].expand(3, -1, -1), self.labels[index]
+
+
+class RandomImages(Dataset):
+    """Noise of the shape of a data set, made once, so that a loader costs nothing."""
+
+    def __init__(self, length: int, classes: int, size: int) -> None:
+        self.images = torch.randn(64, 3, size, size, generator=torch.Generator().manual_seed(0))
+        self.length, self.classes = length, classes
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index % len(self.images)], index % self.classes
+
+
+def count_classes(args: Namespace) -> int:
+    """How many classes the chosen data set has; for imagefolder the sub-folders of --train-dir.
+
+    Raises:
+        BadInput: --train-dir is not a folder of folders.
+    """
+    if args.dataset != "imagefolder":
+        return 10
+    if args.synthetic:
+        return 1000
+    if not args.train_dir.is_dir():
+        raise BadInput(f"--train-dir {args.train_dir} is not a folder; give the folder of classes")
+    classes = sum(path.is_dir() for path in args.train_dir.iterdir())
+    if classes == 0:
+        raise BadInput(
+            f"--train-dir {args.train_dir} has no sub-folders, expected one per class; "
+            "move the images of each class into a folder of its own"
+        )
+    return classes
+
+
+def load_data(args: Namespace, size: int) -> ImageData:
+    """The data set that the arguments name, at `size` x `size` pixels.
+
+    Raises:
+        BadInput: a folder or a file is missing or broken.
+    """
+    if args.synthetic:
+        return _synthetic(args, size)
+    if args.dataset == "digits":
+        return _digits(size)
+    if args.dataset == "fashion-mnist":
+        return _fashion_mnist(args.data_dir or FASHION_MNIST_DIR, size)
+    if args.dataset == "cifar10":
+        return _cifar10(args.data_dir or CIFAR10_DIR, args.download, size)
+    return _image_folders(args.train_dir, args.val_dir, size)
+
+
+def _synthetic(args: Namespace, size: int) -> ImageData:
+    lengths = {
+        "digits": (1437, 360),
+        "fashion-mnist": (60_000, 10_000),
+        "cifar10": (50_000, 10_000),
+        "imagefolder": (1_281_167, 50_000),
+    }
+    train, val = lengths[args.dataset]
+    classes = count_classes(args)
+    return ImageData(RandomImages(train, classes, size), RandomImages(val, classes, size))
+
+
+def _digits(size: int) -> ImageData:
+    """The 1,797 handwritten digits of 8x8 pixels that ship with scikit-learn, one in five kept for validation."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise BadInput(
+            "--dataset digits needs scikit-learn, which is not installed; "
+            "run: pip install scikit-learn"
+        ) from error
+    digits = load_digits()
+    grey_levels = torch.from_numpy(digits.images) * (255 / 16)  # they come as 0 to 16
+    images, labels = grey_levels.round().to(torch.uint8), torch.from_numpy(digits.target)
+    # The file is sorted by writer; the split must not depend on --seed, or seeds could not be compared.
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, val = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
+    return ImageData(
+        SmallImages(images[train], labels[train], size), SmallImages(images[val], labels[val], size)
+    )
+
+
+def _fashion_mnist(folder: Path, size: int) -> ImageData:
+    if not folder.is_dir():
+        raise BadInput(
+            f"--data-dir {folder} is not a folder, expected the idx files of Fashion-MNIST; "
+            "run: apt-get install dataset-fashion-mnist"
+        )
+    parts = []
+    for prefix in ("train", "t10k"):
+        images = read_idx(folder / f"{prefix}-images-idx3-ubyte", dimensions=3)
+        labels = read_idx(folder / f"{prefix}-labels-idx1-ubyte", dimensions=1)
+        if len(images) != len(labels):
+            raise BadInput(
+                f"{folder}: {len(images)} images but {len(labels)} labels in the files {prefix}-*, "
+                "expected as many of both; fetch the files anew"
+            )
+        parts.append(SmallImages(images, labels, size))
+    return ImageData(*parts)
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """Reads an idx file of unsigned bytes, or `path`.gz: magic, sizes as big-endian int32, then the bytes.
+
+    Returns:
+        uint8, with as many dimensions as asked for.
+
+    Raises:
+        BadInput: there is no such file, or it is something else, or cut off.
+    """
+    packed = path.with_name(path.name + ".gz")
+    try:
+        content = path.read_bytes() if path.is_file() else gzip.decompress(packed.read_bytes())
+    except FileNotFoundError as error:
+        raise BadInput(
+            f"no file {path} or {packed.name}, expected an idx file; give its folder as --data-dir"
+        ) from error
+    except (OSError, EOFError) as error:
+        raise BadInput(f"cannot read {packed}: {one_line(error)}; fetch the file anew") from error
+
+    magic, expected = content[:4], bytes((0, 0, UNSIGNED_BYTES, dimensions))
+    start = 4 + 4 * dimensions
+    if magic != expected or len(content) < start:
+        raise BadInput(
+            f"{path} starts with bytes {magic.hex()}, expected {expected.hex()} for an idx file of "
+            f"{dimensions} dimensions; fetch the file anew"
+        )
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    if len(content) - start != math.prod(shape):
+        raise BadInput(
+            f"{path} holds {len(content) - start} bytes of data, its header promises "
+            f"{math.prod(shape)}; fetch the file anew"
+        )
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return data[start:].view(shape)
+
+
+def _cifar10(folder: Path, download: bool, size: int) -> ImageData:
+    resize = [] if size == 32 else [transforms.Resize((size, size))]
+    plain = [*resize, transforms.ToTensor(), transforms.Normalize(CIFAR10_MEAN, CIFAR10_STD)]
+    shaken = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), *plain]
+    try:
+        return ImageData(
+            datasets.CIFAR10(folder, True, transforms.Compose(shaken), download=download),
+            datasets.CIFAR10(folder, False, transforms.Compose(plain)),
+        )
+    except (RuntimeError, OSError) as error:
+        raise BadInput(
+            f"no CIFAR-10 in {folder} ({one_line(error)}); "
+            "point --data-dir at it, or add --download to fetch it"
+        ) from error
+
+
+def _image_folders(train_dir: Path, val_dir: Path, size: int) -> ImageData:
+    normalize = transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
+    shaken = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    # ImageNet's custom: scale the short side to 256, cut 224 out of the middle.
+    plain = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
+    parts = []
+    for flag, folder, steps in (("--train-dir", train_dir, shaken), ("--val-dir", val_dir, plain)):
+        transform = transforms.Compose([*steps, transforms.ToTensor(), normalize])
+        try:
+            parts.append(datasets.ImageFolder(folder, transform))
+        except OSError as error:
+            raise BadInput(
+                f"{flag} {folder}: {one_line(error)}; expected one sub-folder of images per class"
+            ) from error
+    train, val = parts
+    if train.classes != val.classes:
+        differing = sorted(set(train.classes) ^ set(val.classes))
+        raise BadInput(
+            f"--train-dir and --val-dir differ in their classes: {', '.join(differing[:3])} in only "
+            "one of them; both need the same sub-folders"
+        )
+    return ImageData(train, val)

@@ -1,0 +1,324 @@
+# mpirun -np 4 python examples/train_resnet50.py --compressor gtopk
+"""Trains ResNet-50, or another image classifier, on P workers that exchange sparse gradients.
+
+What data-parallel training with ddl takes is marked `ddl.` below: start (`init`), equal parameters (`broadcast_parameters`),
+a wrapped optimizer (`DistributedOptimizer`); the rest is a plain training loop. --batch-size and --base-lr are those of one
+worker. The learning rate rises linearly from base-lr to P * base-lr in --warmup-epochs (Goyal et al. 2017, arXiv 1706.02677),
+then falls to 0 along half a cosine; the density falls to --density through --density-warmup, epoch by epoch.
+
+Rank 0 writes <log-dir>/metrics.jsonl (a line per step, of its own batches and its own clock, and one per validation, of all
+ranks), TensorBoard events, and summary.json, which is also the last line printed. Exit code: 0; 1 if the parameters of the
+ranks differ at the end; 2 for arguments or data that cannot be used.
+"""
+
+import logging
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from arguments import BadInput, one_line, parse_arguments
+from image_data import ImageData, count_classes, load_data
+from image_models import IMAGE_SIZES, build_model, choose_image_size, training_loss
+from run_log import RunLog
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+import ddl
+
+Result = TypeVar("Result")
+logger = logging.getLogger("train_resnet50")
+
+
+def main() -> int:
+    try:
+        ddl.init()
+        args = parse_arguments()
+        trainer = Trainer(args)
+    except (BadInput, ddl.CommunicationError) as problem:
+        if ddl.rank() == 0:
+            print(f"train_resnet50.py: {one_line(problem)}", file=sys.stderr)
+        ddl.shutdown()
+        return 2
+    logging.basicConfig(
+        format="%(message)s", level=logging.INFO if ddl.rank() == 0 else logging.WARNING
+    )
+    agree = trainer.run()
+    ddl.shutdown()
+    return 0 if agree else 1
+
+
+class Trainer:
+    """A model, its data and its optimizer, ready to run on this rank."""
+
+    def __init__(self, args: Namespace) -> None:
+        """Checks everything before it writes anything.
+
+        Raises:
+            BadInput: on every rank, if any rank cannot do what the arguments ask for.
+        """
+        self.args = args
+        self.device = choose_device(args)
+        limit_threads()
+        torch.manual_seed(args.seed)
+        self.model, image_size = on_all_ranks(lambda: choose_model(args))
+        self.model.to(self.device)
+        self.train_loader, self.val_loader = make_loaders(args, load_everywhere(args, image_size))
+        self.steps_per_epoch = len(self.train_loader)
+        torch.manual_seed(args.seed + ddl.rank())  # dropout and augmentation differ by rank
+
+        ddl.broadcast_parameters(self.model)
+        self.optimizer = on_all_ranks(self.make_optimizer)
+        self.schedule = LambdaLR(self.optimizer, self.learning_rate_factor)
+        self.log = on_all_ranks(lambda: open_log(args))
+
+    def make_optimizer(self) -> ddl.DistributedOptimizer:
+        args = self.args
+        sgd = torch.optim.SGD(
+            self.model.parameters(),
+            lr=args.base_lr * ddl.size(),
+            momentum=args.momentum,
+            weight_decay=args.wd,
+        )
+        return ddl.DistributedOptimizer(
+            sgd,
+            named_parameters=self.model.named_parameters(),
+            compressor=args.compressor,
+            density=args.density,
+            density_schedule=ddl.DensityWarmup(args.density_warmup) if args.density_warmup else None,
+            collective=args.collective,
+            bucket_bytes=int(args.bucket_mb * 2**20),
+            dense_below=args.dense_below,
+        )
+
+    def learning_rate_factor(self, step: int) -> float:
+        args = self.args
+        return warmup_then_cosine(
+            step / self.steps_per_epoch, args.warmup_epochs, args.epochs, 1 / ddl.size()
+        )
+
+    def run(self) -> bool:
+        """Trains, validates after every epoch, and says whether all ranks hold the same parameters."""
+        last_step = self.args.epochs * self.steps_per_epoch
+        last_step = min(last_step, self.args.max_steps or last_step)
+        step = 0
+        for epoch in range(math.ceil(last_step / self.steps_per_epoch)):
+            step, train_loss = self.train_epoch(epoch, step, last_step)
+            val_loss, val_accuracy = self.validate()
+            self.log.record(step, epoch, {"val/loss": val_loss, "val/accuracy": val_accuracy})
+            logger.info(
+                "epoch %d/%d: train loss %.4f, val loss %.4f, val accuracy %.2f %%, density %g",
+                epoch + 1,
+                self.args.epochs,
+                train_loss,
+                val_loss,
+                100 * val_accuracy,
+                self.optimizer.density,
+            )
+        return self.summarize(step, train_loss, val_accuracy)
+
+    def train_epoch(self, epoch: int, step: int, last_step: int) -> tuple[int, float]:
+        """One pass over this rank's shard; returns the steps done so far and the loss of all ranks."""
+        self.model.train()
+        self.train_loader.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)
+        losses = []
+        done = perf_counter()
+        for images, labels in self.log.progress(self.train_loader, f"epoch {epoch + 1}"):
+            begun = perf_counter()
+            images, labels = images.to(self.device), labels.to(self.device)
+            self.optimizer.zero_grad()
+            loss, logits = training_loss(self.model(images), labels)
+            loss.backward()
+            backward_done = perf_counter()
+            self.optimizer.step()
+            self.schedule.step()
+            step += 1
+
+            losses.append(loss.item())
+            previous, done = done, perf_counter()
+            self.log.record(
+                step,
+                epoch,
+                {
+                    "train/loss": losses[-1],
+                    "train/accuracy": hits(logits, labels) / len(labels),
+                    "throughput/samples_per_sec": len(labels) * ddl.size() / (done - previous),
+                    "time/data": begun - previous,
+                    "time/forward_backward": backward_done - begun,
+                    "time/step": done - previous,
+                    **self.optimizer.metrics.as_dict(),
+                },
+            )
+            if step == last_step:
+                break
+        return step, mean_over_ranks(sum(losses) / len(losses))
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, float]:
+        """Loss and accuracy on the validation images, each seen by one rank."""
+        average_buffers(self.model)
+        self.model.eval()
+        totals = torch.zeros(3)
+        for images, labels in self.val_loader:
+            images, labels = images.to(self.device), labels.to(self.device)
+            logits = self.model(images)
+            loss = cross_entropy(logits, labels, reduction="sum").item()
+            totals += torch.tensor([loss, hits(logits, labels), len(labels)])
+        loss, correct, count = ddl.allreduce_mean(totals).tolist()
+        return loss / count, correct / count
+
+    def summarize(self, steps: int, train_loss: float, val_accuracy: float) -> bool:
+        """Prints the line of results on rank 0 and writes it to summary.json."""
+        digests = ddl.gather_object(ddl.parameters_digest(self.model))
+        agree = ddl.broadcast_object(digests is not None and len(set(digests)) == 1)
+        seconds = self.log.mean("time/step")
+        summary = {
+            "model": self.args.model,
+            "dataset": self.args.dataset,
+            "P": ddl.size(),
+            "compressor": self.args.compressor,
+            "collective": self.args.collective,
+            "density": self.args.density,
+            "density_actual": self.log.mean("comm/density_actual"),
+            "epochs": self.args.epochs,
+            "steps": steps,
+            "val_accuracy": val_accuracy,
+            "train_loss": train_loss,
+            "images_per_second": self.args.batch_size * ddl.size() / seconds,
+            "bytes_sent_per_step": mean_over_ranks(self.log.mean("comm/bytes_sent")),
+            "bytes_dense_per_step": self.log.mean("comm/bytes_dense"),
+            "overlap_fraction": self.log.mean("comm/overlap_fraction"),
+            "parameters_sha256": digests[0] if digests else None,
+            "parameters_agree": agree,
+            "torch": torch.__version__,
+        }
+        text = self.log.finish(summary)
+        if ddl.rank() == 0:
+            print(text, flush=True)
+        return agree
+
+
+def choose_model(args: Namespace) -> tuple[nn.Module, int]:
+    """The model, and the size of image it is to see."""
+    model = build_model(args.model, count_classes(args))
+    if args.image_size:
+        sizes: tuple[int, ...] = (args.image_size,)
+    elif args.dataset == "imagefolder":
+        sizes = (224, 299)
+    else:
+        sizes = IMAGE_SIZES
+    return model, choose_image_size(model, args.batch_size, sizes)
+
+
+def load_everywhere(args: Namespace, image_size: int) -> ImageData:
+    """The data on every rank. Only one rank per machine downloads, before the others look."""
+    if args.download:
+        on_all_ranks(lambda: load_data(args, image_size) if ddl.local_rank() == 0 else None)
+        args.download = False
+    return on_all_ranks(lambda: load_data(args, image_size))
+
+
+def make_loaders(args: Namespace, data: ImageData) -> tuple[DataLoader, DataLoader]:
+    """Loaders of this rank's shards.
+
+    Raises:
+        BadInput: there are too few images for one step.
+    """
+    P, total = ddl.size(), len(data.train)
+    if total < P * args.batch_size:
+        raise BadInput(
+            f"{args.dataset} has {total} training images, {P} ranks with --batch-size "
+            f"{args.batch_size} need {P * args.batch_size} for a step; use fewer ranks or smaller "
+            "batches"
+        )
+    options: dict[str, Any] = {
+        "batch_size": args.batch_size,
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,
+        # A process forked from one that runs MPI and threads may hang.
+        "multiprocessing_context": "forkserver" if args.workers else None,
+        "pin_memory": choose_device(args).type == "cuda",
+    }
+    # Every rank must take the same number of steps, so the images that do not fill a step are dropped (others each epoch).
+    sampler: DistributedSampler = DistributedSampler(
+        data.train, num_replicas=P, rank=ddl.rank(), seed=args.seed, drop_last=True
+    )
+    # DistributedSampler would pad its shards with images that then count twice.
+    val = Subset(data.val, range(ddl.rank(), len(data.val), P))
+    return (
+        DataLoader(data.train, sampler=sampler, drop_last=True, **options),
+        DataLoader(val, **options),
+    )
+
+
+def warmup_then_cosine(epoch: float, warmup: float, epochs: int, start: float) -> float:
+    """Factor of the peak rate: `start` to 1 in `warmup` epochs, then 1 to 0 until `epochs`."""
+    if epoch < warmup:
+        return start + (1 - start) * epoch / warmup
+    progress = (epoch - warmup) / (epochs - warmup) if epochs > warmup else 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Averages the statistics of batch norm over the ranks, all in one message."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not buffers:
+        return
+    mean = ddl.allreduce_mean(torch.cat([buffer.flatten() for buffer in buffers]))
+    parts = mean.split([buffer.numel() for buffer in buffers])
+    for buffer, part in zip(buffers, parts, strict=True):
+        buffer.copy_(part.view_as(buffer))
+
+
+def choose_device(args: Namespace) -> torch.device:
+    if args.no_cuda or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", ddl.local_rank() % torch.cuda.device_count())
+
+
+def limit_threads() -> None:
+    """Shares the cores of this machine between its ranks."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // ddl.local_size()))
+
+
+def open_log(args: Namespace) -> RunLog:
+    default = Path("logs") / f"{args.model}-{args.dataset}-{args.compressor}-P{ddl.size()}"
+    return RunLog((args.log_dir or default) if ddl.rank() == 0 else None)
+
+
+def hits(logits: Tensor, labels: Tensor) -> int:
+    return int((logits.argmax(dim=1) == labels).sum())
+
+
+def mean_over_ranks(value: float) -> float:
+    return ddl.allreduce_mean(torch.tensor([value])).item()
+
+
+def on_all_ranks(action: Callable[[], Result]) -> Result:
+    """Does it on every rank; if any of them finds bad input, all raise the same BadInput."""
+    problem, result = None, None
+    try:
+        result = action()
+    except BadInput as error:
+        problem = str(error)
+    problems = ddl.gather_object(problem) or []
+    problem = ddl.broadcast_object(next((text for text in problems if text), None))
+    if problem:
+        raise BadInput(problem)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
