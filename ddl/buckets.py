@@ -103,9 +103,10 @@ def make_buckets(
     """
     groups: list[list[NamedParameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device, bool], list[NamedParameter]] = {}
+    for member in members:
+        _check(member)
     for member in reversed(members):
         parameter = member.parameter
-        _check(member)
         kind = (parameter.dtype, parameter.device, parameter.numel() < dense_below)
         group = open_groups.get(kind)
         if group is None or _bytes([*group, member]) > bucket_bytes:

@@ -174,7 +174,7 @@ class DistributedOptimizer(Optimizer):
             super().add_param_group(param_group)
         else:
             self._inner.add_param_group(param_group)
-            self._adopt_new_parameters()
+            self._adopt_new_parameters(within_step=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
@@ -188,7 +188,7 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; gradients not yet applied by `step()` are owed, not lost."""
-        if self._reducer.in_flight:
+        if not self._reducer.idle:
             self._reducer.abandon()
         self._synchronized = False
         self._wrapped.zero_grad(set_to_none)
@@ -205,7 +205,7 @@ class DistributedOptimizer(Optimizer):
             GradientError: a parameter got no gradient.
             CommunicationError: another rank is gone, or did not take part in time.
         """
-        self._adopt_new_parameters()
+        self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
         return self._finite
@@ -289,7 +289,7 @@ class DistributedOptimizer(Optimizer):
             raise DDLError("the optimizer is used before its constructor has ended")
         return self._inner
 
-    def _adopt_new_parameters(self) -> None:
+    def _adopt_new_parameters(self, within_step: bool) -> None:
         """Take in parameters that were added or unfrozen since the last step."""
         new = [
             NamedParameter(self._names.get(id(member.parameter), member.name), member.parameter)
@@ -297,7 +297,7 @@ class DistributedOptimizer(Optimizer):
             if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
         ]
         if new:
-            self._reducer.add(new)
+            self._reducer.add(new, within_step=within_step)
 
 
 def _named(

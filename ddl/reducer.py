@@ -90,7 +90,8 @@ class Reducer:
         self.density = density
         self.step = 0
         self._config = config
-        self._comm = comm.duplicate()
+        self._comm = comm.duplicate()  # the worker thread's
+        self._control = comm.duplicate()  # the caller's
         self._compressor = compressor
         self._worker = Worker(f"ddl-reducer-{comm.rank}")
         self._stall_check_seconds = stall_check_seconds
@@ -104,10 +105,12 @@ class Reducer:
         self._start_step()
         self.add(members)
 
-    def add(self, members: Sequence[NamedParameter]) -> None:
+    def add(self, members: Sequence[NamedParameter], *, within_step: bool = False) -> None:
         """Take in more parameters, in buckets behind the present ones. Collective.
 
-        Gradients that they have already belong to the step under way.
+        Args:
+            members: trainable parameters, in the order of the forward pass.
+            within_step: gradients that they have already belong to the step under way.
 
         Raises:
             ValueError: a parameter that cannot be handled.
@@ -115,7 +118,9 @@ class Reducer:
         """
         self._check_agreement(members)
         with self._lock:
-            have_gradient = {id(m.parameter) for m in members if m.parameter.grad is not None}
+            counted = {
+                id(m.parameter) for m in members if within_step and m.parameter.grad is not None
+            }
             config = self._config
             added = make_buckets(
                 members, config.bucket_bytes, config.dense_below, first_index=len(self._buckets)
@@ -123,7 +128,7 @@ class Reducer:
             for bucket in added:
                 self._buckets.append(bucket)
                 self._aggregators.append(self._make_aggregator(bucket))
-                self._passes.append([int(id(m.parameter) in have_gradient) for m in bucket.members])
+                self._passes.append([int(id(m.parameter) in counted) for m in bucket.members])
                 self._unready.append(len(bucket.members))
                 for place, member in enumerate(bucket.members):
                     hook = _hook(weakref.ref(self), bucket, place)
@@ -151,7 +156,7 @@ class Reducer:
             "number of parameters": len(layout),
             "names and shapes of parameters": hashlib.sha256(repr(layout).encode()).hexdigest()[:8],
         }
-        everyone = messages.gather_objects(self._comm, mine)
+        everyone = messages.gather_objects(self._control, mine)
         for rank, theirs in enumerate(everyone):
             for what, expected in everyone[0].items():
                 if theirs[what] != expected:
@@ -262,18 +267,13 @@ class Reducer:
         return finite
 
     def abandon(self) -> None:
-        """Finish what was launched, and owe it: the caller will not take this step."""
+        """Finish what was launched, and owe it: no rank will take this step. Collective."""
         with self._lock:
             launched, self._launched = self._launched, []
         for future, bucket in zip(launched, self._buckets, strict=False):
             self._wait_for(future, bucket)
             self._aggregators[bucket.index].revoke()
         self._start_step()
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether buckets were launched and not waited for."""
-        return bool(self._launched)
 
     @property
     def idle(self) -> bool:

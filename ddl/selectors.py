@@ -51,12 +51,14 @@ class TopK:
 class Prediction:
     """Next step's threshold: the last k-th magnitude, lowered until few enough candidates pass.
 
-    It aims at a little over k candidates. Too many cost a longer settlement; too few cost a second
-    pass over memory, so a miss lowers the factor faster than a hit raises it.
+    Too few candidates cost a second pass over memory; too many only a longer settlement of O(k). So
+    the factor falls fast and rises slowly. The constants were chosen on drifting gradients of
+    layered scale: none but a hundredfold jump in scale then costs a second pass.
     """
 
-    MOST_CANDIDATES = 1.3
-    FEWEST_CANDIDATES = 1.05
+    FEWEST_CANDIDATES, STEP_DOWN, STEP_DOWN_AFTER_MISS = 1.15, 0.02, 0.05
+    MOST_CANDIDATES, STEP_UP = 1.6, 0.003
+    LOWEST_FACTOR = 0.5
 
     def __init__(self) -> None:
         """Nothing known yet."""
@@ -71,12 +73,14 @@ class Prediction:
     def learn(self, k: int, selection: kernels.Selection) -> None:
         """Take in the outcome of a selection of `k`."""
         if k == self._k:
+            change = 0.0
             if selection.repaired:
-                self._factor = max(0.5, self._factor - 0.1)
+                change = -self.STEP_DOWN_AFTER_MISS
             elif selection.candidates < self.FEWEST_CANDIDATES * k:
-                self._factor = max(0.5, self._factor - 0.02)
+                change = -self.STEP_DOWN
             elif selection.candidates > self.MOST_CANDIDATES * k:
-                self._factor = min(1.0, self._factor + 0.01)
+                change = self.STEP_UP
+            self._factor = min(1.0, max(self.LOWEST_FACTOR, self._factor + change))
         self._k = k
         self._last = selection.threshold
 
@@ -90,7 +94,10 @@ class GaussianK:
 
     def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
         """See `Selector.select`."""
-        selection = kernels.accumulate_gaussiank(flat, residual, k, scale=scale)
+        if k == flat.numel():  # everything is wanted; the rule would leave up to a third behind
+            selection = kernels.accumulate_topk(flat, residual, k, scale=scale)
+        else:
+            selection = kernels.accumulate_gaussiank(flat, residual, k, scale=scale)
         return _packet(selection, flat.numel())
 
 

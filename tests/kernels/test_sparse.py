@@ -1,4 +1,4 @@
-"""Merging loses nothing unseen, random indices are fair, and dense vectors get what they are due."""
+"""Merging loses nothing unseen, random indices are fair, dense vectors get what they are due."""
 
 import pytest
 import torch
