@@ -5,7 +5,7 @@ from setuptools import setup
 setup(
     name="ddl",
     version="0.1.0",
-    description="Data-parallel synchronous SGD with exact gradient sparsification, for slow networks",
+    description="Data-parallel synchronous SGD with exact gradient sparsification",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
@@ -30,6 +30,7 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
+            "setuptools>=70.1",
             "mpich",
             "torchvision",
             "scikit-learn",
