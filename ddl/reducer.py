@@ -314,7 +314,7 @@ class Reducer:
                 dense_bytes(bucket.flat.numel(), bucket.flat.element_size(), self._comm.size)
                 for bucket in self._buckets
             ),
-            density_actual=sum(outcome.picked for outcome in outcomes) / numel,
+            density_actual=sum(outcome.picked for outcome in outcomes) / max(1, numel),
             overlap_fraction=self._overlap,
             residual_norm=float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0,
         )

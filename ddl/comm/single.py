@@ -14,7 +14,7 @@ class SingleCommunicator(Communicator):
 
     def __init__(self) -> None:
         """Rank 0 of 1."""
-        super().__init__(rank=0, size=1, timeout=0.0)
+        super().__init__(rank=0, size=1, timeout=float("inf"))
 
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None

@@ -1,4 +1,4 @@
-"""Imports point one way: examples, benchmarks -> ddl -> ddl.kernels -> csrc, and down the layers."""
+"""Imports point one way: examples, benchmarks -> ddl -> kernels -> csrc, and down the layers."""
 
 import ast
 from pathlib import Path
