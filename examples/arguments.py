@@ -1,4 +1,4 @@
-"""The command line of train_resnet50.py. A wrong argument raises BadInput: one line that names the cure."""
+"""The command line of train_resnet50.py. A wrong argument raises BadInput, which names the cure."""
 
 import argparse
 import math
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ddl
+from ddl.compressors import GTOPK_COLLECTIVES
 
 DATASETS = ("digits", "fashion-mnist", "cifar10", "imagefolder")
-COLLECTIVES = ("tree", "butterfly")
 PUBLISHED_WARMUP = "0.25,0.0625,0.015625,0.004"
 
 
@@ -57,8 +57,15 @@ def densities(text: str) -> tuple[float, ...]:
     return () if text == "none" else tuple(density(part) for part in text.split(","))
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that speaks once, not once per rank, and ends in BadInput, not in a usage dump."""
+    """Speaks once, not once per rank, and ends in BadInput, not in a usage dump."""
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{one_line(message)}; --help lists all arguments")
@@ -77,7 +84,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = _Parser(
         prog="train_resnet50.py",
         description="Train an image classifier with sparsified gradients, one process per worker.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     data = parser.add_argument_group("data")
@@ -87,16 +94,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     data.add_argument("--train-dir", type=Path, help="imagefolder: one folder per class")
     data.add_argument("--val-dir", type=Path, help="imagefolder: the same classes, other images")
     data.add_argument("--synthetic", action="store_true", help="random images, to measure speed")
-    data.add_argument("--image-size", type=positive_int, help="pixels; default: what suits the model")
+    data.add_argument("--image-size", type=positive_int, help="pixels; default: as the model needs")
     data.add_argument("--workers", type=count, default=0, help="loader processes per worker")
 
     training = parser.add_argument_group("training")
     training.add_argument("--model", default="resnet50", help="resnet20 or one of torchvision")
     training.add_argument("--batch-size", type=positive_int, default=16, help="images per worker")
-    training.add_argument("--epochs", type=positive_int, default=10, help="passes over the data")
+    training.add_argument("--epochs", type=positive_int, default=8, help="passes over the data")
     training.add_argument("--max-steps", type=positive_int, help="end after so many steps")
     training.add_argument(
-        "--base-lr", type=positive_float, default=0.0125, help="learning rate of one worker"
+        "--base-lr", type=positive_float, default=0.01, help="learning rate of one worker"
     )
     training.add_argument(
         "--warmup-epochs", type=not_negative, default=2.0, help="rise from base-lr to P * base-lr"
@@ -109,7 +116,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
     compression = parser.add_argument_group("gradient compression")
     compression.add_argument(
-        "--compressor", choices=tuple(ddl.COMPRESSORS), default="gtopk", help="what is sent, and how"
+        "--compressor", choices=tuple(ddl.COMPRESSORS), default="gtopk", help="what is sent"
     )
     compression.add_argument("--density", type=density, default=0.001, help="fraction sent")
     compression.add_argument(
@@ -118,7 +125,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=PUBLISHED_WARMUP,
         help="densities of the first epochs, or none",
     )
-    compression.add_argument("--collective", choices=COLLECTIVES, help="how gtopk aggregates")
+    compression.add_argument(
+        "--collective", choices=tuple(GTOPK_COLLECTIVES), help="how gtopk aggregates"
+    )
     compression.add_argument(
         "--bucket-mb", type=positive_float, default=25.0, help="gradients sent together, in MiB"
     )
@@ -126,9 +135,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--dense-below", type=count, default=0, help="parameters smaller than this are sent whole"
     )
 
-    result = parser.parse_args(arguments)
-    _check_together(result)
-    return result
+    args = parser.parse_args(arguments)
+    _check_together(args)
+    return args
 
 
 def _check_together(args: argparse.Namespace) -> None:
@@ -151,6 +160,6 @@ def _check_together(args: argparse.Namespace) -> None:
         )
     if args.collective and not args.compressor.endswith("gtopk"):
         raise BadInput(
-            f"--collective {args.collective} with --compressor {args.compressor}, expected gtopk or "
-            "gaussiank-gtopk; leave --collective out"
+            f"--collective {args.collective} with --compressor {args.compressor}, expected "
+            "gtopk or gaussiank-gtopk; leave --collective out"
         )

@@ -1,6 +1,7 @@
 """Images and labels by the name of the data set, all as float32 [3, size, size] around zero.
 
-The small ones stay in memory as they come, uint8 and unscaled: with 16 ranks on one machine every copy counts 16 times.
+The small ones stay in memory as they come, uint8 and unscaled: with 16 ranks on one machine every
+copy counts 16 times.
 """
 
 import gzip
@@ -9,6 +10,7 @@ import struct
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from arguments import BadInput, one_line
@@ -29,20 +31,20 @@ CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 class ImageData:
     """What to train on and what to be judged by; both give (float32 [3, size, size], int label)."""
 
-    train: Dataset
-    val: Dataset
+    train: Any  # a torch Dataset with a length, for which torch has no type
+    val: Any
 
 
 class SmallImages(Dataset):
-    """Images kept as uint8 [N, h, w], each scaled to float32 [3, size, size] when it is asked for."""
+    """Images kept as uint8 [N, h, w]; scaled to float32 [3, size, size] one at a time."""
 
     def __init__(self, images: Tensor, labels: Tensor, size: int) -> None:
         self.images, self.labels, self.size = images, labels.tolist(), size
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:  # noqa: D105
         grey = self.images[index].float() / 127.5 - 1.0
         scaled = interpolate(grey[None, None], size=(self.size, self.size), mode="bilinear")
         return scaled[0].expand(3, -1, -1), self.labels[index]
@@ -55,10 +57,10 @@ class RandomImages(Dataset):
         self.images = torch.randn(64, 3, size, size, generator=torch.Generator().manual_seed(0))
         self.length, self.classes = length, classes
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:  # noqa: D105
         return self.images[index % len(self.images)], index % self.classes
 
 
@@ -113,7 +115,7 @@ def _synthetic(args: Namespace, size: int) -> ImageData:
 
 
 def _digits(size: int) -> ImageData:
-    """The 1,797 handwritten digits of 8x8 pixels that ship with scikit-learn, one in five kept for validation."""
+    """The 1,797 handwritten digits of 8x8 pixels in scikit-learn; one in five is for validation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -124,7 +126,7 @@ def _digits(size: int) -> ImageData:
     digits = load_digits()
     grey_levels = torch.from_numpy(digits.images) * (255 / 16)  # they come as 0 to 16
     images, labels = grey_levels.round().to(torch.uint8), torch.from_numpy(digits.target)
-    # The file is sorted by writer; the split must not depend on --seed, or seeds could not be compared.
+    # They are sorted by writer. The split is the same for every --seed, so that runs compare.
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, val = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
     return ImageData(
@@ -152,7 +154,7 @@ def _fashion_mnist(folder: Path, size: int) -> ImageData:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an idx file of unsigned bytes, or `path`.gz: magic, sizes as big-endian int32, then the bytes.
+    """Reads an idx file of unsigned bytes, plain or as `path`.gz: magic, big-endian sizes, bytes.
 
     Returns:
         uint8, with as many dimensions as asked for.
@@ -221,7 +223,7 @@ def _image_folders(train_dir: Path, val_dir: Path, size: int) -> ImageData:
     if train.classes != val.classes:
         differing = sorted(set(train.classes) ^ set(val.classes))
         raise BadInput(
-            f"--train-dir and --val-dir differ in their classes: {', '.join(differing[:3])} in only "
-            "one of them; both need the same sub-folders"
+            f"--train-dir and --val-dir differ in their classes: {', '.join(differing[:3])} in "
+            "only one of them; both need the same sub-folders"
         )
     return ImageData(train, val)

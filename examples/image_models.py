@@ -1,6 +1,7 @@
 """Image classifiers by name: every classifier of torchvision, and resnet20 in its CIFAR form."""
 
 import difflib
+import re
 from collections.abc import Callable
 
 import torch
@@ -14,8 +15,17 @@ from torchvision import models
 IMAGE_SIZES = (32, 64, 128, 224, 299)
 AUXILIARY_WEIGHT = 0.3  # Szegedy et al. 2014, arXiv 1409.4842, section 5
 
-# Without init_weights these two warn about a default that is going to change.
-_EXTRA_ARGUMENTS = {"googlenet": {"init_weights": True}, "inception_v3": {"init_weights": True}}
+# Blocks that start as identities bear large batches (Goyal et al. 2017, section 5.1).
+_RESNET_ARGUMENTS = {"zero_init_residual": True}
+# Without it these two warn about a default that is going to change.
+_INCEPTION_ARGUMENTS = {"init_weights": True}
+_ARGUMENTS = {
+    "resnet": _RESNET_ARGUMENTS,
+    "resnext": _RESNET_ARGUMENTS,
+    "wide": _RESNET_ARGUMENTS,
+    "googlenet": _INCEPTION_ARGUMENTS,
+    "inception": _INCEPTION_ARGUMENTS,
+}
 
 
 def model_names() -> list[str]:
@@ -37,8 +47,10 @@ def build_model(name: str, num_classes: int) -> nn.Module:
             f"unknown --model {name!r}, expected resnet20 or a classifier of torchvision.models, "
             f"such as {', '.join(close)}"
         )
-    extra = _EXTRA_ARGUMENTS.get(name, {})
-    return models.get_model(name, weights=None, num_classes=num_classes, **extra)
+    family = re.split(r"[_\d]", name)[0]
+    return models.get_model(
+        name, weights=None, num_classes=num_classes, **_ARGUMENTS.get(family, {})
+    )
 
 
 def choose_image_size(
@@ -56,7 +68,7 @@ def choose_image_size(
             return size
     tried = ", ".join(f"{size}x{size}" for size in sizes)
     raise BadInput(
-        f"{type(model).__name__} cannot train on a batch of {batch_size} images of {tried} "
+        f"the model cannot train on batches of {batch_size} images of {tried} "
         f"({problem}); choose another --image-size or --batch-size"
     )
 
@@ -78,7 +90,7 @@ def training_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss, and the logits to count hits in.
 
-    In training GoogLeNet and Inception return a tuple: the logits, then those of auxiliary classifiers.
+    In training GoogLeNet and Inception return a tuple: logits, then those of helping classifiers.
     """
     if isinstance(output, Tensor):
         return criterion(output, labels), output

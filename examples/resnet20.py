@@ -1,8 +1,11 @@
 """ResNet-20 for 32x32 images (He et al. 2015, arXiv 1512.03385, section 4.2): 0.27 M parameters.
 
-torchvision's ResNets open with a stride-2 7x7 convolution and a pooling, made for 224x224 images. The CIFAR form opens with
-one 3x3 convolution and runs three stages of 16, 32 and 64 channels, three blocks each.
+torchvision's ResNets open with a stride-2 7x7 convolution and a pooling, made for 224x224 images.
+The CIFAR form opens with one 3x3 convolution and runs three stages of 16, 32 and 64 channels, three
+blocks each.
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +43,7 @@ class ResNet20(nn.Module):
         self.blocks = nn.Sequential(
             *(
                 BasicBlock(before, after, stride=1 if before == after else 2)
-                for before, after in zip(widths, widths[1:], strict=False)
+                for before, after in pairwise(widths)
             )
         )
         self.linear = nn.Linear(64, num_classes)

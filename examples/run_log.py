@@ -1,4 +1,4 @@
-"""What rank 0 writes about a run: metrics.jsonl, TensorBoard events, summary.json, and a bar on the terminal."""
+"""What rank 0 tells of a run: metrics.jsonl, TensorBoard events, summary.json, a progress bar."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from arguments import BadInput, one_line
 from tqdm import tqdm
 
 
@@ -15,15 +16,26 @@ class RunLog:
     """The files of one run. On the ranks that write nothing `folder` is None."""
 
     def __init__(self, folder: Path | None) -> None:
+        """Makes the folder if it is missing, and starts its metrics.jsonl anew.
+
+        Raises:
+            BadInput: the folder cannot be written.
+        """
         self.folder = folder
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._lines = None
         self._events = None
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lines = (folder / "metrics.jsonl").open("w", buffering=1, encoding="utf-8")
-            self._events = _event_writer(folder)
+        except OSError as error:
+            raise BadInput(
+                f"cannot write into --log-dir {folder}: {one_line(error)}; choose another folder"
+            ) from error
+        self._events = _event_writer(folder)
 
     def progress(self, batches: Iterable, description: str) -> Iterable:
         """The same batches, behind a progress bar if this rank has a terminal."""
@@ -45,12 +57,12 @@ class RunLog:
                 if value is not None:
                     self._events.add_scalar(key, value, step)
 
-    def mean(self, key: str) -> float | None:
-        """The mean over all recorded steps in which the value existed."""
-        return self._sums[key] / self._counts[key] if self._counts[key] else None
+    def mean(self, key: str) -> float:
+        """The mean over all recorded steps in which the value existed; NaN if there is none."""
+        return self._sums[key] / self._counts[key] if self._counts[key] else math.nan
 
     def finish(self, summary: dict[str, Any]) -> str:
-        """Closes the files and returns the summary as one line of JSON, which summary.json holds, too."""
+        """Closes the files, writes summary.json, and returns its only line."""
         text = json.dumps({key: _json_number(value) for key, value in summary.items()})
         if self._lines is not None:
             self._lines.close()

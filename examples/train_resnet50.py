@@ -1,30 +1,33 @@
 # mpirun -np 4 python examples/train_resnet50.py --compressor gtopk
 """Trains ResNet-50, or another image classifier, on P workers that exchange sparse gradients.
 
-What data-parallel training with ddl takes is marked `ddl.` below: start (`init`), equal parameters (`broadcast_parameters`),
-a wrapped optimizer (`DistributedOptimizer`); the rest is a plain training loop. --batch-size and --base-lr are those of one
-worker. The learning rate rises linearly from base-lr to P * base-lr in --warmup-epochs (Goyal et al. 2017, arXiv 1706.02677),
-then falls to 0 along half a cosine; the density falls to --density through --density-warmup, epoch by epoch.
+All that ddl asks of a training script starts with `ddl.` below; the rest is plain PyTorch.
+--batch-size and --base-lr are those of one worker. The learning rate rises linearly from base-lr to
+P * base-lr in --warmup-epochs (Goyal et al. 2017, arXiv 1706.02677), then falls to 0 along half a
+cosine. The density falls through --density-warmup, one value an epoch, to --density.
 
-Rank 0 writes <log-dir>/metrics.jsonl (a line per step, of its own batches and its own clock, and one per validation, of all
-ranks), TensorBoard events, and summary.json, which is also the last line printed. Exit code: 0; 1 if the parameters of the
-ranks differ at the end; 2 for arguments or data that cannot be used.
+Rank 0 writes <log-dir>/metrics.jsonl (one line per step, of its own batches and clock, and one per
+validation, of all ranks), TensorBoard events, and summary.json, which is also the last line
+printed. Figures per step in it are means over all steps, density warm-up included, and bytes are
+those of one rank, on average.
+
+Exit code: 0; 1 if the parameters of the ranks differ at the end; 2 for arguments or data that
+cannot be used.
 """
 
 import logging
 import math
-import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from arguments import BadInput, one_line, parse_arguments
 from image_data import ImageData, count_classes, load_data
 from image_models import IMAGE_SIZES, build_model, choose_image_size, training_loss
+from ranks import average_buffers, limit_threads, mean_over_ranks, on_all_ranks, rank_by_launcher
 from run_log import RunLog
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -32,24 +35,26 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import ddl
+from ddl.compressors import make_compressor
 
-Result = TypeVar("Result")
 logger = logging.getLogger("train_resnet50")
 
 
 def main() -> int:
     try:
         ddl.init()
-        args = parse_arguments()
-        trainer = Trainer(args)
-    except (BadInput, ddl.CommunicationError) as problem:
-        if ddl.rank() == 0:
+    except (ddl.DDLError, ValueError) as problem:
+        if rank_by_launcher() == "0":
             print(f"train_resnet50.py: {one_line(problem)}", file=sys.stderr)
-        ddl.shutdown()
         return 2
-    logging.basicConfig(
-        format="%(message)s", level=logging.INFO if ddl.rank() == 0 else logging.WARNING
-    )
+    try:
+        trainer = Trainer(parse_arguments())
+    except BadInput as problem:
+        if ddl.rank() == 0:
+            print(f"train_resnet50.py: {problem}", file=sys.stderr)
+        return 2
+    level = logging.INFO if ddl.rank() == 0 else logging.WARNING
+    logging.basicConfig(format="%(message)s", level=level)
     agree = trainer.run()
     ddl.shutdown()
     return 0 if agree else 1
@@ -70,16 +75,18 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.model, image_size = on_all_ranks(lambda: choose_model(args))
         self.model.to(self.device)
-        self.train_loader, self.val_loader = make_loaders(args, load_everywhere(args, image_size))
+        data = load_everywhere(args, image_size)
+        self.train_loader, self.sampler, self.val_loader = make_loaders(args, data)
         self.steps_per_epoch = len(self.train_loader)
         torch.manual_seed(args.seed + ddl.rank())  # dropout and augmentation differ by rank
 
-        ddl.broadcast_parameters(self.model)
         self.optimizer = on_all_ranks(self.make_optimizer)
         self.schedule = LambdaLR(self.optimizer, self.learning_rate_factor)
+        self.step_seconds: list[float] = []
         self.log = on_all_ranks(lambda: open_log(args))
 
     def make_optimizer(self) -> ddl.DistributedOptimizer:
+        """SGD at the peak learning rate, wrapped."""
         args = self.args
         sgd = torch.optim.SGD(
             self.model.parameters(),
@@ -87,25 +94,29 @@ class Trainer:
             momentum=args.momentum,
             weight_decay=args.wd,
         )
-        return ddl.DistributedOptimizer(
-            sgd,
-            named_parameters=self.model.named_parameters(),
-            compressor=args.compressor,
-            density=args.density,
-            density_schedule=ddl.DensityWarmup(args.density_warmup) if args.density_warmup else None,
-            collective=args.collective,
-            bucket_bytes=int(args.bucket_mb * 2**20),
-            dense_below=args.dense_below,
-        )
+        try:
+            return ddl.DistributedOptimizer(
+                sgd,
+                named_parameters=self.model.named_parameters(),
+                compressor=args.compressor,
+                density=args.density,
+                density_warmup=ddl.DensityWarmup(args.density_warmup),
+                collective=args.collective,
+                bucket_bytes=int(args.bucket_mb * 2**20),
+                dense_below=args.dense_below,
+            )
+        except ValueError as error:
+            raise BadInput(one_line(error)) from error
 
     def learning_rate_factor(self, step: int) -> float:
+        """Share of the peak learning rate in a step, counted from 0."""
         args = self.args
         return warmup_then_cosine(
             step / self.steps_per_epoch, args.warmup_epochs, args.epochs, 1 / ddl.size()
         )
 
     def run(self) -> bool:
-        """Trains, validates after every epoch, and says whether all ranks hold the same parameters."""
+        """Trains and validates; returns whether all ranks hold the same parameters."""
         last_step = self.args.epochs * self.steps_per_epoch
         last_step = min(last_step, self.args.max_steps or last_step)
         step = 0
@@ -114,20 +125,21 @@ class Trainer:
             val_loss, val_accuracy = self.validate()
             self.log.record(step, epoch, {"val/loss": val_loss, "val/accuracy": val_accuracy})
             logger.info(
-                "epoch %d/%d: train loss %.4f, val loss %.4f, val accuracy %.2f %%, density %g",
+                "epoch %d/%d: train loss %.4f, val loss %.4f, val accuracy %.2f %%, density %.2g",
                 epoch + 1,
                 self.args.epochs,
                 train_loss,
                 val_loss,
                 100 * val_accuracy,
-                self.optimizer.density,
+                self.optimizer.metrics.density_actual,
             )
+        self.optimizer.close()
         return self.summarize(step, train_loss, val_accuracy)
 
     def train_epoch(self, epoch: int, step: int, last_step: int) -> tuple[int, float]:
-        """One pass over this rank's shard; returns the steps done so far and the loss of all ranks."""
+        """One pass over this rank's shard: returns steps done so far, mean loss of all ranks."""
         self.model.train()
-        self.train_loader.sampler.set_epoch(epoch)
+        self.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)
         losses = []
         done = perf_counter()
@@ -144,6 +156,7 @@ class Trainer:
 
             losses.append(loss.item())
             previous, done = done, perf_counter()
+            self.step_seconds.append(done - previous)
             self.log.record(
                 step,
                 epoch,
@@ -177,26 +190,28 @@ class Trainer:
 
     def summarize(self, steps: int, train_loss: float, val_accuracy: float) -> bool:
         """Prints the line of results on rank 0 and writes it to summary.json."""
+        args = self.args
         digests = ddl.gather_object(ddl.parameters_digest(self.model))
-        agree = ddl.broadcast_object(digests is not None and len(set(digests)) == 1)
-        seconds = self.log.mean("time/step")
+        agree = len(set(digests)) == 1
+        # The first step also compiles, allocates and starts threads.
+        seconds = self.step_seconds[1:] or self.step_seconds
         summary = {
-            "model": self.args.model,
-            "dataset": self.args.dataset,
+            "model": args.model,
+            "dataset": args.dataset,
             "P": ddl.size(),
-            "compressor": self.args.compressor,
-            "collective": self.args.collective,
-            "density": self.args.density,
+            "compressor": args.compressor,
+            "collective": make_compressor(args.compressor, args.collective).collective_name,
+            "density": args.density,
             "density_actual": self.log.mean("comm/density_actual"),
-            "epochs": self.args.epochs,
+            "epochs": args.epochs,
             "steps": steps,
             "val_accuracy": val_accuracy,
             "train_loss": train_loss,
-            "images_per_second": self.args.batch_size * ddl.size() / seconds,
+            "images_per_second": args.batch_size * ddl.size() * len(seconds) / sum(seconds),
             "bytes_sent_per_step": mean_over_ranks(self.log.mean("comm/bytes_sent")),
             "bytes_dense_per_step": self.log.mean("comm/bytes_dense"),
             "overlap_fraction": self.log.mean("comm/overlap_fraction"),
-            "parameters_sha256": digests[0] if digests else None,
+            "parameters_sha256": digests[0],
             "parameters_agree": agree,
             "torch": torch.__version__,
         }
@@ -226,8 +241,10 @@ def load_everywhere(args: Namespace, image_size: int) -> ImageData:
     return on_all_ranks(lambda: load_data(args, image_size))
 
 
-def make_loaders(args: Namespace, data: ImageData) -> tuple[DataLoader, DataLoader]:
-    """Loaders of this rank's shards.
+def make_loaders(
+    args: Namespace, data: ImageData
+) -> tuple[DataLoader, DistributedSampler, DataLoader]:
+    """Training loader, what shuffles it, and validation loader, all of this rank's shard.
 
     Raises:
         BadInput: there are too few images for one step.
@@ -247,7 +264,8 @@ def make_loaders(args: Namespace, data: ImageData) -> tuple[DataLoader, DataLoad
         "multiprocessing_context": "forkserver" if args.workers else None,
         "pin_memory": choose_device(args).type == "cuda",
     }
-    # Every rank must take the same number of steps, so the images that do not fill a step are dropped (others each epoch).
+    # Every rank must take the same number of steps, so the images left over are dropped (others in
+    # each epoch).
     sampler: DistributedSampler = DistributedSampler(
         data.train, num_replicas=P, rank=ddl.rank(), seed=args.seed, drop_last=True
     )
@@ -255,6 +273,7 @@ def make_loaders(args: Namespace, data: ImageData) -> tuple[DataLoader, DataLoad
     val = Subset(data.val, range(ddl.rank(), len(data.val), P))
     return (
         DataLoader(data.train, sampler=sampler, drop_last=True, **options),
+        sampler,
         DataLoader(val, **options),
     )
 
@@ -267,30 +286,10 @@ def warmup_then_cosine(epoch: float, warmup: float, epochs: int, start: float) -
     return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def average_buffers(model: nn.Module) -> None:
-    """Averages the statistics of batch norm over the ranks, all in one message."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if not buffers:
-        return
-    mean = ddl.allreduce_mean(torch.cat([buffer.flatten() for buffer in buffers]))
-    parts = mean.split([buffer.numel() for buffer in buffers])
-    for buffer, part in zip(buffers, parts, strict=True):
-        buffer.copy_(part.view_as(buffer))
-
-
 def choose_device(args: Namespace) -> torch.device:
     if args.no_cuda or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", ddl.local_rank() % torch.cuda.device_count())
-
-
-def limit_threads() -> None:
-    """Shares the cores of this machine between its ranks."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // ddl.local_size()))
 
 
 def open_log(args: Namespace) -> RunLog:
@@ -300,24 +299,6 @@ def open_log(args: Namespace) -> RunLog:
 
 def hits(logits: Tensor, labels: Tensor) -> int:
     return int((logits.argmax(dim=1) == labels).sum())
-
-
-def mean_over_ranks(value: float) -> float:
-    return ddl.allreduce_mean(torch.tensor([value])).item()
-
-
-def on_all_ranks(action: Callable[[], Result]) -> Result:
-    """Does it on every rank; if any of them finds bad input, all raise the same BadInput."""
-    problem, result = None, None
-    try:
-        result = action()
-    except BadInput as error:
-        problem = str(error)
-    problems = ddl.gather_object(problem) or []
-    problem = ddl.broadcast_object(next((text for text in problems if text), None))
-    if problem:
-        raise BadInput(problem)
-    return result
 
 
 if __name__ == "__main__":
