@@ -1,7 +1,12 @@
 """Aggregators: replace a flat gradient by its average over ranks, in full or in part.
 
 An aggregator knows nothing of models or hooks. It belongs to one bucket and owns that bucket's
-residual.
+residual. A step has two halves, so that the first can run in the background of a backward pass
+whose gradient may still be given up:
+
+1. `begin`: select, collect, repay what was not collected. The gradient stays as it is.
+2. One of `apply` (the gradient becomes the average), `owe` (the step is skipped, what was picked
+   is owed) and `discard` (the gradient never was).
 """
 
 from __future__ import annotations
@@ -24,12 +29,11 @@ from ddl.sparse import SparseVector
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one aggregation did.
+    """What one `begin` did.
 
     Attributes:
-        finite: every rank's gradient, and the sum, was finite; the same on every rank. If False
-            nothing was applied: `flat` is all NaN, and what was finite of this rank's gradient is
-            owed (by a dense aggregator: dropped).
+        finite: every rank's gradient, and the average, is finite; the same on every rank. If not,
+            the step is to be skipped.
         picked: entries this rank selected.
         select_seconds: time spent accumulating and selecting.
         started, ended: clock (time.perf_counter) at the begin and end of communication.
@@ -51,11 +55,26 @@ class Aggregator(Protocol):
     def residual(self) -> Tensor | None:
         """float32 [numel] this rank still owes; None where nothing is ever owed."""
 
-    def aggregate(self, flat: Tensor, density: float) -> Outcome:
-        """Replace `flat` by the average over ranks. Collective; same `density` on every rank."""
+    def begin(self, flat: Tensor, density: float) -> Outcome:
+        """Select from `flat` and collect. Collective; the same `density` on every rank."""
 
-    def revoke(self) -> None:
-        """Owe again what the last `aggregate` applied, because its step will not be taken."""
+    def apply(self, flat: Tensor) -> None:
+        """Make `flat` the average over ranks. Only where the outcome was finite."""
+
+    def owe(self, flat: Tensor) -> None:
+        """Skip the step: what was picked is owed again. Also after `apply`.
+
+        Makes `flat` NaN where the outcome was not finite, so that whoever looks can see it. What is
+        not finite is dropped, and so is an entry whose average over ranks overflows: owed, it would
+        overflow in every later step.
+        """
+
+    def discard(self, flat: Tensor) -> None:
+        """Take the gradient back, to rounding, as if `begin` had not been called.
+
+        Args:
+            flat: unchanged since `begin`.
+        """
 
 
 class SparseAggregator:
@@ -72,7 +91,7 @@ class SparseAggregator:
         """Owe nothing yet.
 
         Args:
-            comm: the ranks; this aggregator uses it only within `aggregate`.
+            comm: the ranks; this aggregator uses it only within `begin`.
             numel: length of the bucket.
             device: where the bucket lives.
             compressor: any but the dense one.
@@ -84,34 +103,38 @@ class SparseAggregator:
         self._select = compressor.make_selector(seed).select
         self._collect = compressor.collective
         self._feedback = ErrorFeedback(numel, device)
-        self._applied: SparseVector | None = None
+        nothing = SparseVector(
+            torch.empty(0, dtype=torch.int32, device=device),
+            torch.empty(0, dtype=torch.float32, device=device),
+            numel,
+        )
+        self._average = self._included = self._dropped = nothing
+        self._finite = True
 
     @property
     def residual(self) -> Tensor:
         """See `Aggregator.residual`."""
         return self._feedback.residual
 
-    def aggregate(self, flat: Tensor, density: float) -> Outcome:
-        """See `Aggregator.aggregate`."""
+    def begin(self, flat: Tensor, density: float) -> Outcome:
+        """See `Aggregator.begin`."""
         bytes_before = self._comm.bytes_sent
         begin = time.perf_counter()
         k = entries(flat.numel(), density)
         packet = self._select(flat, self.residual, k, scale=1.0)
         picks = packet.vector
         started = time.perf_counter()
-        total, included, finite = self._collect(self._comm, packet, k)
+        total, included, all_finite = self._collect(self._comm, packet, k)
         ended = time.perf_counter()
-        if finite and bool(torch.isfinite(total.values).all()):
-            kernels.scatter(flat, total.indices, total.values, scale=1.0 / self._comm.size)
-            self._feedback.owe(picks.where(~included))
-            self._applied = picks.where(included)
-        else:
-            finite = False
-            flat.fill_(float("nan"))
-            self._feedback.owe(picks)
-            self._applied = None
+
+        self._feedback.owe(picks.where(~included))
+        self._included = picks.where(included)
+        self._average = SparseVector(total.indices, total.values / self._comm.size, total.numel)
+        representable = torch.isfinite(self._average.values.to(flat.dtype))
+        self._dropped = self._average.where(~representable)
+        self._finite = all_finite and self._dropped.count == 0
         return Outcome(
-            finite=finite,
+            finite=self._finite,
             picked=picks.count,
             select_seconds=started - begin,
             started=started,
@@ -119,22 +142,38 @@ class SparseAggregator:
             bytes_sent=self._comm.bytes_sent - bytes_before,
         )
 
-    def revoke(self) -> None:
-        """See `Aggregator.revoke`."""
-        if self._applied is not None:
-            self._feedback.owe(self._applied)
-            self._applied = None
+    def apply(self, flat: Tensor) -> None:
+        """See `Aggregator.apply`."""
+        kernels.scatter(flat, self._average.indices, self._average.values)
+
+    def owe(self, flat: Tensor) -> None:
+        """See `Aggregator.owe`."""
+        picks = self._included
+        self._feedback.owe(picks.where(~torch.isin(picks.indices, self._dropped.indices)))
+        self._included = picks.where(torch.zeros_like(picks.indices, dtype=torch.bool))
+        if not self._finite:
+            flat.fill_(float("nan"))
+
+    def discard(self, flat: Tensor) -> None:
+        """See `Aggregator.discard`."""
+        self._feedback.owe(self._included)
+        self.residual.sub_(torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0))
 
 
 class DenseAggregator:
-    """The plain average; owes nothing."""
+    """The plain average; owes nothing. `begin` already makes the gradient the average."""
 
     def __init__(self, comm: Communicator) -> None:
-        """`comm`: the ranks; used only within `aggregate`."""
+        """`comm`: the ranks; used only within `begin`."""
         self._comm = comm
 
-    def aggregate(self, flat: Tensor, density: float) -> Outcome:
-        """See `Aggregator.aggregate`; `density` is not used."""
+    @property
+    def residual(self) -> None:
+        """See `Aggregator.residual`."""
+        return None
+
+    def begin(self, flat: Tensor, density: float) -> Outcome:
+        """See `Aggregator.begin`; `density` is not used."""
         bytes_before = self._comm.bytes_sent
         started = time.perf_counter()
         if self._comm.size > 1:
@@ -142,11 +181,8 @@ class DenseAggregator:
             flat.div_(self._comm.size)
             dense.all_reduce_(self._comm, flat)
         ended = time.perf_counter()
-        finite = bool(torch.isfinite(flat).all())
-        if not finite:
-            flat.fill_(float("nan"))
         return Outcome(
-            finite=finite,
+            finite=bool(torch.isfinite(flat).all()),
             picked=flat.numel(),
             select_seconds=0.0,
             started=started,
@@ -154,10 +190,21 @@ class DenseAggregator:
             bytes_sent=self._comm.bytes_sent - bytes_before,
         )
 
-    @property
-    def residual(self) -> None:
-        """See `Aggregator.residual`."""
-        return None
+    def apply(self, flat: Tensor) -> None:
+        """See `Aggregator.apply`."""
 
-    def revoke(self) -> None:
-        """See `Aggregator.revoke`; nothing is owed."""
+    def owe(self, flat: Tensor) -> None:
+        """See `Aggregator.owe`; a dense gradient of a skipped step is dropped."""
+
+    def discard(self, flat: Tensor) -> None:
+        """See `Aggregator.discard`."""
+
+
+def aggregate(aggregator: Aggregator, flat: Tensor, density: float) -> Outcome:
+    """Replace `flat` by its average over ranks, or skip where that is not finite. Collective."""
+    outcome = aggregator.begin(flat, density)
+    if outcome.finite:
+        aggregator.apply(flat)
+    else:
+        aggregator.owe(flat)
+    return outcome

@@ -57,11 +57,24 @@ class Bucket:
         grad = parameter.grad
         if grad is view:
             return
-        if grad is None:
-            view.zero_()
-        else:
-            view.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+        with torch.no_grad():  # autograd may be recording: backward(create_graph=True)
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
         parameter.grad = view
+
+    def first_detached(self) -> str | None:
+        """Name of a parameter whose gradient is no longer a view of `flat`, if there is one."""
+        for member, view in zip(self.members, self._views, strict=True):
+            if member.parameter.grad is not view:
+                return member.name
+        return None
+
+    def part(self, tensor: Tensor, place: int) -> Tensor:
+        """The entries of a tensor of the bucket's length that belong to one parameter."""
+        begin = self._views[place].storage_offset()
+        return tensor[begin : begin + self._views[place].numel()]
 
     def __str__(self) -> str:
         """For messages: the bucket's number and what is in it."""

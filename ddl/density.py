@@ -44,7 +44,13 @@ class DensityWarmup:
             check_density(density)
 
     def at(self, epoch: int, target: float) -> float:
-        """Density in an epoch, counted from 0."""
+        """Density in an epoch, counted from 0.
+
+        Raises:
+            ValueError: the epoch is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch must be at least 0, got {epoch}; epochs count from 0")
         if epoch < len(self.densities):
             return max(self.densities[epoch], target)
         return target

@@ -20,7 +20,6 @@ from ddl.errors import DDLError
 from ddl.metrics import StepMetrics
 from ddl.reducer import Reducer, ReducerConfig
 from ddl.settings import Settings
-from ddl.state import broadcast_parameters
 from ddl.world import communicator
 
 logger = logging.getLogger(__name__)
@@ -42,10 +41,17 @@ class DistributedOptimizer(Optimizer):
     Where a gradient of any rank is not finite, all ranks skip the step together; `skipped_steps`
     counts them. Wrapping a wrapped optimizer returns it unchanged.
 
+    Gradients become averages in `step()` or `synchronize()`. Until then they are this rank's own
+    and must not be changed; `zero_grad()` discards them.
+
     Attributes:
         density: fraction of gradient entries to keep at present; the same on every rank.
         skipped_steps: steps skipped because a gradient was not finite.
     """
+
+    # The wrapped optimizer may take the scaler's word for it (fused ones do); the scaler would not
+    # reach it through this wrapper, so it must unscale the gradients itself.
+    _step_supports_amp_scaling = False
 
     def __new__(cls, optimizer: Optimizer, *args: Any, **kwargs: Any) -> DistributedOptimizer:
         """A new wrapper, or `optimizer` itself if it is one."""
@@ -121,6 +127,7 @@ class DistributedOptimizer(Optimizer):
         self._warmup = density_warmup
         self._synchronized = False
         self._finite = True
+        self._closed = False
         self.skipped_steps = 0
         self._reducer = Reducer(
             trainable,
@@ -128,11 +135,15 @@ class DistributedOptimizer(Optimizer):
             kind,
             density,
             ReducerConfig(
-                bucket_bytes, dense_below, backward_passes_per_step, unused_parameters, seed
+                bucket_bytes=bucket_bytes,
+                dense_below=dense_below,
+                backward_passes_per_step=backward_passes_per_step,
+                unused_parameters=unused_parameters,
+                density_warmup=density_warmup.densities if density_warmup else (),
+                seed=seed,
             ),
             stall_check_seconds=settings.stall_check_seconds,
         )
-        broadcast_parameters([(m.name, m.parameter) for m in members], comm=comm)
         if density_warmup is not None:
             self.set_epoch(0)
 
@@ -187,9 +198,12 @@ class DistributedOptimizer(Optimizer):
     # A step.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; gradients not yet applied by `step()` are owed, not lost."""
+        """As the wrapped optimizer's: gradients that no `step()` has applied are discarded.
+
+        Collective where gradients have come since the last step.
+        """
         if not self._reducer.idle:
-            self._reducer.abandon()
+            self._reducer.discard()
         self._synchronized = False
         self._wrapped.zero_grad(set_to_none)
 
@@ -202,9 +216,14 @@ class DistributedOptimizer(Optimizer):
             Whether the gradients of all ranks were finite; the same on every rank.
 
         Raises:
-            GradientError: a parameter got no gradient.
+            GradientError: a parameter got no gradient, or one that was changed before this call.
             CommunicationError: another rank is gone, or did not take part in time.
+            DDLError: the optimizer is closed.
         """
+        if self._closed:
+            raise DDLError("the optimizer is closed, expected an open one; wrap the inner one anew")
+        if self._synchronized and self._reducer.idle:
+            return self._finite
         self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
@@ -221,7 +240,8 @@ class DistributedOptimizer(Optimizer):
         Where a gradient of any rank was not finite, every rank skips the step.
 
         Args:
-            closure: re-evaluates the model and returns the loss, as in torch.
+            closure: re-evaluates the model and returns the loss, as in torch. The wrapped optimizer
+                is given the average over ranks, so that a line search goes the same way on all.
 
         Returns:
             What the wrapped optimizer returns; the loss, or None, for a skipped step.
@@ -231,27 +251,22 @@ class DistributedOptimizer(Optimizer):
         """
         if closure is None:
             return self._wrapped.step() if self._gradients_usable() else None
+        first = self._evaluate(closure)
+        if not self._gradients_usable():
+            return first
+        evaluated = [first]  # what optimizers get that evaluate but once
+        return self._wrapped.step(lambda: evaluated.pop() if evaluated else self._evaluate(closure))
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Loss and gradients, both averages over ranks."""
         with torch.enable_grad():
             loss = closure()
-        if not self._gradients_usable():
-            return loss
-        evaluated = True
-
-        def evaluate() -> Any:
-            nonlocal evaluated
-            if evaluated:  # optimizers that evaluate once get what has been evaluated
-                evaluated = False
-                return loss
-            fresh = closure()
-            self.synchronize()
-            return fresh
-
-        return self._wrapped.step(evaluate)
+        self.synchronize()
+        return torch.tensor(self._reducer.average(torch.as_tensor(loss).item()))
 
     def _gradients_usable(self) -> bool:
         """Aggregate unless `synchronize` has; count a skipped step."""
-        if not (self._synchronized and self._reducer.idle):
-            self.synchronize()
+        self.synchronize()
         self._synchronized = False
         if not self._finite:
             self.skipped_steps += 1
@@ -280,8 +295,17 @@ class DistributedOptimizer(Optimizer):
         return self._reducer.metrics()
 
     def close(self) -> None:
-        """Let go of the parameters and end the background thread."""
-        self._reducer.close()
+        """Let go of the parameters and end the background thread. Collective; once is enough."""
+        if not self._closed:
+            self._closed = True
+            self._reducer.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: a copy could not share the ranks' messages."""
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled, expected its state_dict(); copy "
+            "that and load it into the copy's own optimizer"
+        )
 
     @property
     def _wrapped(self) -> Optimizer:

@@ -3,22 +3,23 @@
 1. *Ready.* Autograd has accumulated a parameter's gradient; a hook brings it into its bucket.
 2. *Launch.* Once a bucket and all before it are ready they go to the worker thread. The order is
    the same on every rank, whatever the order of the gradients, so collectives always match.
-3. *Wait.* `synchronize` launches what is left, waits for all buckets, and if a gradient of any rank
-   was not finite takes back what the others applied.
+3. *Wait.* `synchronize` launches what is left and waits for all buckets. Only then gradients become
+   averages, so that until then a gradient can be given up (`discard`); and if one of any rank was
+   not finite, all are owed.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
+import math
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +29,15 @@ from ddl.buckets import Bucket, NamedParameter, make_buckets
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
+from ddl.comm.base import LARGEST_LABEL
 from ddl.compressors import Compressor
-from ddl.errors import CommunicationError, DeadlineError, DisagreementError, GradientError
+from ddl.errors import (
+    CommunicationError,
+    DDLError,
+    DeadlineError,
+    DisagreementError,
+    GradientError,
+)
 from ddl.metrics import StepMetrics, overlap_fraction
 from ddl.worker import Worker
 
@@ -37,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 # The worker's own waits have the same deadline and know more; let their error come first.
 GRACE_SECONDS = 10.0
+CHANGE_CURE = (
+    "call optimizer.synchronize() between backward() and any change of gradients, such as clipping"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,8 @@ class ReducerConfig:
     """Backward passes whose gradients add up before they are aggregated."""
     unused_parameters: str
     """"error", or "zero": what a parameter without gradient means."""
+    density_warmup: tuple[float, ...]
+    """Densities of the first epochs; only compared here."""
     seed: int
     """Of random choices that ranks must make alike."""
 
@@ -73,11 +86,11 @@ class Reducer:
         *,
         stall_check_seconds: float,
     ) -> None:
-        """Make the buckets and hook into the parameters. Collective.
+        """Make the buckets and hook into the parameters; give all ranks rank 0's. Collective.
 
         Args:
             members: trainable parameters, in the order of the forward pass.
-            comm: the ranks; the reducer takes a duplicate.
+            comm: the ranks; the reducer takes duplicates.
             compressor: how buckets are aggregated.
             density: see the attribute.
             config: see there.
@@ -93,7 +106,7 @@ class Reducer:
         self._comm = comm.duplicate()  # the worker thread's
         self._control = comm.duplicate()  # the caller's
         self._compressor = compressor
-        self._worker = Worker(f"ddl-reducer-{comm.rank}")
+        self._worker = Worker(f"ddl-reducer-{comm.rank}", self._comm.cancel)
         self._stall_check_seconds = stall_check_seconds
         self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
         self._buckets: list[Bucket] = []
@@ -113,10 +126,21 @@ class Reducer:
             within_step: gradients that they have already belong to the step under way.
 
         Raises:
-            ValueError: a parameter that cannot be handled.
+            ValueError: a parameter that cannot be handled, or that another reducer has.
             DisagreementError: ranks differ in their parameters or settings.
+            CommunicationError: not every rank takes in parameters now.
         """
-        self._check_agreement(members)
+        for member in members:
+            _check_unclaimed(member)
+        try:
+            self._check_agreement(members)
+            for member in members:
+                messages.broadcast_(self._control, member.parameter)
+        except CommunicationError as error:
+            raise type(error)(
+                f"step {self.step}, new parameter {members[0].name!r}, rank {self._comm.rank} of "
+                f"{self._comm.size}: {error}"
+            ) from error
         with self._lock:
             counted = {
                 id(m.parameter) for m in members if within_step and m.parameter.grad is not None
@@ -131,7 +155,7 @@ class Reducer:
                 self._passes.append([int(id(m.parameter) in counted) for m in bucket.members])
                 self._unready.append(len(bucket.members))
                 for place, member in enumerate(bucket.members):
-                    hook = _hook(weakref.ref(self), bucket, place)
+                    hook = _GradientHook(weakref.ref(self), bucket.index, place)
                     handle = member.parameter.register_post_accumulate_grad_hook(hook)
                     self._hooks[id(member.parameter)] = handle
 
@@ -139,11 +163,16 @@ class Reducer:
         """Whether the parameter is in a bucket."""
         return id(parameter) in self._hooks
 
+    def average(self, value: float) -> float:
+        """The average of a number over ranks, the same everywhere. Collective."""
+        numbers = messages.gather_objects(self._control, value)
+        return sum(numbers) / len(numbers)
+
     def _make_aggregator(self, bucket: Bucket) -> Aggregator:
         if self._compressor.is_dense or bucket.dense:
             return DenseAggregator(self._comm)
         numel, device = bucket.flat.numel(), bucket.flat.device
-        seed = (self._config.seed << 16) + bucket.index
+        seed = stable_hash(self._config.seed, bucket.index)
         return SparseAggregator(self._comm, numel, device, self._compressor, seed)
 
     def _check_agreement(self, members: Sequence[NamedParameter]) -> None:
@@ -168,31 +197,35 @@ class Reducer:
     def _start_step(self) -> None:
         self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
         self._unready = [len(bucket.members) for bucket in self._buckets]
-        self._launched: list[Future[Outcome]] = []
+        self._launched: list[_Launch] = []
         self._last_gradient = time.perf_counter()
 
     # 1. Ready.
 
-    def on_gradient(self, bucket: Bucket, place: int) -> None:
+    def on_gradient(self, index: int, place: int) -> None:
         """Take in the gradient that autograd has just accumulated; never blocks.
+
+        Args:
+            index: of the bucket.
+            place: of the parameter in it.
 
         Raises:
             GradientError: one more than `backward_passes_per_step`.
         """
         with self._lock:
-            passes = self._passes[bucket.index]
+            bucket, passes = self._buckets[index], self._passes[index]
             expected = self._config.backward_passes_per_step
-            if passes[place] == expected or bucket.index < len(self._launched):
+            if passes[place] == expected or index < len(self._launched):
                 raise GradientError(
                     f"parameter {bucket.members[place].name!r} got another gradient in step "
                     f"{self.step} on rank {self._comm.rank}, expected {expected} before "
-                    "optimizer.step(); pass backward_passes_per_step= the number of backward "
-                    "passes per step"
+                    "optimizer.step() or optimizer.zero_grad(); pass backward_passes_per_step= "
+                    "the number of backward passes per step"
                 )
             bucket.absorb(place)
             passes[place] += 1
             if passes[place] == expected:
-                self._unready[bucket.index] -= 1
+                self._unready[index] -= 1
                 self._last_gradient = time.perf_counter()
                 self._launch_ready()
 
@@ -206,16 +239,28 @@ class Reducer:
             self._launch(index)
 
     def _launch(self, index: int) -> None:
-        aggregator, bucket = self._aggregators[index], self._buckets[index]
-        task = functools.partial(aggregator.aggregate, bucket.flat, self.density)
-        self._launched.append(self._worker.submit(task))
+        bucket, begin, comm = self._buckets[index], self._aggregators[index].begin, self._comm
+        label = (self.step * len(self._buckets) + index) % (LARGEST_LABEL + 1)
+        # An alias with a version count of its own: what the count of `flat` then tells is whether
+        # somebody else changes gradients that are under way.
+        flat, density = bucket.flat.data, self.density
+
+        def task() -> Outcome:
+            comm.label = label
+            return begin(flat, density)
+
+        self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))
 
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
         self._check_every_parameter_has_a_gradient()
         for index in range(len(self._launched), len(self._buckets)):
-            for place in range(len(self._buckets[index].members)):
-                self._buckets[index].absorb(place)
+            bucket = self._buckets[index]
+            for place, member in enumerate(bucket.members):
+                bucket.absorb(place)
+                residual = self._aggregators[index].residual
+                if not member.parameter.requires_grad and residual is not None:
+                    bucket.part(residual, place).zero_()  # it must not move while it is frozen
             self._launch(index)
 
     def _check_every_parameter_has_a_gradient(self) -> None:
@@ -245,34 +290,52 @@ class Reducer:
             step must not be taken: nothing was applied, and every finite gradient is still owed.
 
         Raises:
-            GradientError: a parameter has no gradient.
+            GradientError: a parameter has no gradient, or one that changed while under way.
             DeadlineError: another rank did not take part in time.
-            CommunicationError: another rank is gone.
+            CommunicationError: another rank is gone or out of step.
         """
+        frozen_without_gradient = [
+            member.parameter
+            for bucket in self._buckets
+            for member in bucket.members
+            if not member.parameter.requires_grad and member.parameter.grad is None
+        ]
         with self._lock:
             self._launch_rest()
         begin = time.perf_counter()
-        self._outcomes = [
-            self._wait_for(future, bucket)
-            for future, bucket in zip(self._launched, self._buckets, strict=True)
-        ]
+        self._outcomes = []
+        for bucket, aggregator, launch in zip(
+            self._buckets, self._aggregators, self._launched, strict=True
+        ):
+            outcome = self._wait_for(launch, bucket)
+            self._check_unchanged(launch, bucket)
+            if outcome.finite:
+                aggregator.apply(bucket.flat)
+            self._outcomes.append(outcome)
         self._wait_seconds = time.perf_counter() - begin
         self._overlap = overlap_fraction(self._outcomes, self._last_gradient)
         finite = all(outcome.finite for outcome in self._outcomes)
         if not finite:
-            for aggregator in self._aggregators:
-                aggregator.revoke()
+            for bucket, aggregator in zip(self._buckets, self._aggregators, strict=True):
+                aggregator.owe(bucket.flat)
+        for parameter in frozen_without_gradient:
+            parameter.grad = None
         self.step += 1
         self._start_step()
         return finite
 
-    def abandon(self) -> None:
-        """Finish what was launched, and owe it: no rank will take this step. Collective."""
+    def discard(self) -> None:
+        """Forget the gradients since the last step, as torch does at `zero_grad`. Collective."""
         with self._lock:
             launched, self._launched = self._launched, []
-        for future, bucket in zip(launched, self._buckets, strict=False):
-            self._wait_for(future, bucket)
-            self._aggregators[bucket.index].revoke()
+        for bucket, aggregator, launch in zip(
+            self._buckets, self._aggregators, launched, strict=False
+        ):
+            self._wait_for(launch, bucket)
+            self._check_unchanged(launch, bucket)
+            aggregator.discard(bucket.flat)
+        if launched:
+            self.step += 1  # so that messages of what comes next carry other labels
         self._start_step()
 
     @property
@@ -280,29 +343,36 @@ class Reducer:
         """Whether no gradient has come since the last `synchronize`."""
         return not any(any(passes) for passes in self._passes)
 
-    def _wait_for(self, future: Future[Outcome], bucket: Bucket) -> Outcome:
+    def _check_unchanged(self, launch: _Launch, bucket: Bucket) -> None:
+        replaced = bucket.first_detached()
+        if replaced is not None or bucket.flat._version != launch.version:
+            what = f"of parameter {replaced!r}" if replaced else f"in {bucket}"
+            raise GradientError(
+                f"a gradient {what} was changed in step {self.step} on rank {self._comm.rank} "
+                f"while it was under way, expected it untouched; {CHANGE_CURE}"
+            )
+
+    def _wait_for(self, launch: _Launch, bucket: Bucket) -> Outcome:
         where = f"step {self.step}, {bucket}, rank {self._comm.rank} of {self._comm.size}"
         begin = time.monotonic()
-        while not wait([future], timeout=self._stall_check_seconds).done:
+        while not wait([launch.future], timeout=self._stall_check_seconds).done:
             waited = time.monotonic() - begin
-            logger.warning(
-                "%s: not aggregated after %.0f s; waiting for other ranks", where, waited
-            )
+            logger.warning("%s: waiting for other ranks for %.0f s", where, waited)
             if waited > self._comm.timeout + GRACE_SECONDS:
-                raise DeadlineError(
-                    f"{where}: not aggregated after {waited:.0f} s; is a rank dead?"
-                )
+                raise DeadlineError(f"{where}: nothing after {waited:.0f} s; is a rank dead?")
         try:
-            return future.result()
-        except CommunicationError as error:
+            return launch.future.result()
+        except DDLError as error:
             raise type(error)(f"{where}: {error}") from error
+        except Exception as error:
+            raise DDLError(f"{where}: {type(error).__name__}: {error}") from error
 
     def metrics(self) -> StepMetrics:
         """What the last step cost; takes a pass over the residuals."""
         numel = sum(bucket.flat.numel() for bucket in self._buckets)
         outcomes = self._outcomes
         residuals = [a.residual for a in self._aggregators if a.residual is not None]
-        norms = [torch.linalg.vector_norm(residual) for residual in residuals]
+        norms = [float(torch.linalg.vector_norm(residual)) for residual in residuals]
         return StepMetrics(
             step=self.step - 1,
             finite=all(outcome.finite for outcome in outcomes),
@@ -316,23 +386,53 @@ class Reducer:
             ),
             density_actual=sum(outcome.picked for outcome in outcomes) / max(1, numel),
             overlap_fraction=self._overlap,
-            residual_norm=float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0,
+            residual_norm=math.hypot(*norms),
         )
 
     def close(self) -> None:
-        """Let go of the parameters and end the worker thread."""
+        """Let go of the parameters, end the worker thread, free the communicators. Collective."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
-        self._worker.close(timeout=GRACE_SECONDS)
+        self._worker.close()
+        self._comm.close()
+        self._control.close()
 
 
-def _hook(reducer: weakref.ref[Reducer], bucket: Bucket, place: int) -> Any:
-    """A hook that does not keep the reducer alive."""
+class _Launch(NamedTuple):
+    """A bucket under way: its result to come, and the version of its gradient at the launch."""
 
-    def on_gradient(parameter: nn.Parameter) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.on_gradient(bucket, place)
+    future: Future[Outcome]
+    version: int
 
-    return on_gradient
+
+class _GradientHook:
+    """Tells a reducer of a parameter's gradient; does not keep the reducer alive."""
+
+    def __init__(self, reducer: weakref.ref[Reducer], index: int, place: int) -> None:
+        self._reducer, self._index, self._place = reducer, index, place
+
+    @property
+    def alive(self) -> bool:
+        return self._reducer() is not None
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.on_gradient(self._index, self._place)
+
+
+def _check_unclaimed(member: NamedParameter) -> None:
+    """Refuse a parameter whose gradient is already a view of another reducer's bucket."""
+    hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
+    if any(isinstance(hook, _GradientHook) and hook.alive for hook in hooks.values()):
+        raise ValueError(
+            f"parameter {member.name!r} belongs to another DistributedOptimizer, expected each "
+            "parameter in one; close() the other first, or leave the parameter out of one"
+        )
+
+
+def stable_hash(*numbers: int) -> int:
+    """A 64-bit number that depends on all of `numbers`, the same in every process."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -6,6 +6,7 @@ ddl.kernels. A selector belongs to one bucket; its state only makes the next sel
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
 from torch import Tensor
@@ -111,7 +112,9 @@ class RandomK:
 
     def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
         """See `Selector.select`; zeros are picked too."""
-        seed = self._seed * 2**32 + self._step
+        # Both numbers spread over all 64 bits, so that no two buckets and steps share draws.
+        name = f"{self._seed} {self._step}".encode()
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
         self._step += 1
         indices = kernels.random_indices(flat.numel(), k, seed).to(flat.device)
         return _packet(kernels.accumulate_at(flat, residual, indices, scale=scale), flat.numel())

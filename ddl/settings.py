@@ -43,7 +43,9 @@ class Settings:
             stall_shutdown_seconds=_above_zero(
                 environ, "DDL_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown_seconds
             ),
-            bucket_bytes=int(_above_zero(environ, "DDL_FUSION_THRESHOLD", cls.bucket_bytes)),
+            bucket_bytes=max(
+                1, int(_above_zero(environ, "DDL_FUSION_THRESHOLD", cls.bucket_bytes))
+            ),
         )
 
 

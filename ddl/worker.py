@@ -10,46 +10,53 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+# How long queued tasks may take to finish before they are cancelled, and to end after that.
+PATIENCE_SECONDS = 5.0
 
 
 class Worker:
     """Runs tasks in order on one thread, which starts with the first task.
 
     After a task has failed the later ones are not run: they fail with the same error, since what
-    they would send no longer matches what the other ranks expect.
+    they would send no longer matches what the other ranks expect. The thread ends with `close`,
+    with the object, or with the process, whichever comes first.
     """
 
-    def __init__(self, name: str) -> None:
-        """`name`: of the thread."""
+    def __init__(self, name: str, cancel: Callable[[], None]) -> None:
+        """Wait for the first task.
+
+        Args:
+            name: of the thread.
+            cancel: ends the wait that a task may be in; must not refer to this object.
+        """
         self._name = name
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread: threading.Thread | None = None
-        self._finalizer: Any = None
+        self._cancel = cancel
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._stop: Callable[[], Any] | None = None
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Queue a task; never blocks."""
-        if self._thread is None:
-            # The thread must not hold on to this object, or it would never be collected.
-            self._thread = threading.Thread(
+        if self._stop is None:
+            # Neither the thread nor the finalizer may hold on to this object, or it would never be
+            # collected. A thread still running when Python ends could bring the process down.
+            thread = threading.Thread(
                 target=_serve, args=(self._tasks,), name=self._name, daemon=True
             )
-            self._thread.start()
-            self._finalizer = weakref.finalize(self, self._tasks.put, None)
+            thread.start()
+            self._stop = weakref.finalize(self, _stop, self._tasks, thread, self._cancel)
         future: Future[T] = Future()
         self._tasks.put((future, task))
         return future
 
-    def close(self, timeout: float) -> None:
-        """Finish what is queued, then end the thread; wait at most `timeout` seconds for it."""
-        if self._thread is not None:
-            self._finalizer()
-            self._thread.join(timeout)
-            self._thread = None
+    def close(self) -> None:
+        """Finish what is queued, or cancel it if that takes too long, then end the thread."""
+        if self._stop is not None:
+            self._stop()
 
 
-def _serve(tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+def _serve(tasks: Tasks) -> None:
     failure: BaseException | None = None
     while (entry := tasks.get()) is not None:
         future, task = entry
@@ -60,3 +67,14 @@ def _serve(tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None
                 failure = error
         if failure is not None:
             future.set_exception(failure)
+        del entry, future, task  # a waiting thread must not keep the last task's tensors
+
+
+def _stop(tasks: Tasks, thread: threading.Thread, cancel: Callable[[], None]) -> None:
+    tasks.put(None)
+    if thread is threading.current_thread():  # collected from within a task
+        return
+    thread.join(PATIENCE_SECONDS)
+    if thread.is_alive():
+        cancel()
+        thread.join(PATIENCE_SECONDS)

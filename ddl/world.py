@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,11 +43,12 @@ def init(backend: str = "auto", *, timeout: float | None = None) -> Communicator
         ValueError: unknown backend, or a bad `DDL_*` variable.
         DDLError: MPI is wanted and cannot be had, or a launcher that is not supported.
     """
-    joined = current()
+    joined = current()  # a second call changes nothing
     if joined is not None:
         return joined
     settings = Settings.from_environment()
-    logging.getLogger("ddl").setLevel(settings.log_level)
+    if "DDL_LOG_LEVEL" in os.environ:
+        logging.getLogger("ddl").setLevel(settings.log_level)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
@@ -119,15 +119,16 @@ def _detect(environ: Mapping[str, str]) -> str:
 
 def _abort_on_uncaught_exception(comm: Communicator) -> None:
     """Without this the other ranks would wait for a rank that has died."""
+    previous = sys.excepthook
 
-    def report(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
-        traceback.print_exception(kind, error, trace)
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
         sys.stdout.flush()
         comm.abort(f"ended by {kind.__name__}: {error}")
 
     def on_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
-            report(args.exc_type, args.exc_value, args.exc_traceback)
+            report(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
 
     sys.excepthook = report
     threading.excepthook = on_thread

@@ -56,6 +56,12 @@ def broadcast_(comm: Communicator, tensor: Tensor, root: int = 0) -> None:
     is_root = comm.rank == root
     message = broadcast(comm, bytes_of(tensor) if is_root else None, root)
     if not is_root:
+        expected = tensor.numel() * tensor.element_size()
+        if message.numel() != expected:
+            raise ValueError(
+                f"rank {root} sent {message.numel()} bytes, expected {expected} for a tensor of "
+                f"shape {tuple(tensor.shape)} on rank {comm.rank}; give every rank the same model"
+            )
         flat = message.view(tensor.dtype)
         tensor.detach().copy_(flat.view(tensor.shape))
 

@@ -11,6 +11,10 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from ddl.errors import CommunicationError
+
+LARGEST_LABEL = 32767  # every MPI takes tags to this
+
 
 class Communicator(ABC):
     """P ranks that exchange messages in pairs.
@@ -26,6 +30,8 @@ class Communicator(ABC):
         local_rank: this worker among those on the same host, 0..local_size-1.
         local_size: number of workers on the same host.
         bytes_sent: bytes this rank has sent through this communicator so far.
+        label: what the coming messages belong to, 0..LARGEST_LABEL. A rank that receives a message
+            under another label than its own is told that the ranks are out of step.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Communicator(ABC):
         self.size = size
         self.timeout = timeout
         self.local_rank, self.local_size = (rank, size) if local is None else local
+        self.label = 0
         self.bytes_sent = 0
 
     def send(self, message: Tensor, dest: int) -> None:
@@ -57,7 +64,7 @@ class Communicator(ABC):
 
         Raises:
             DeadlineError: nothing came within `timeout` seconds.
-            CommunicationError: the peer is gone.
+            CommunicationError: the peer is gone, or sent something else than is expected here.
         """
         return _received(self._exchange(None, None, source))
 
@@ -88,9 +95,23 @@ class Communicator(ABC):
         """The same ranks with messages and a byte count of their own. Collective."""
         return self.split(0, self.rank)
 
+    def cancel(self) -> None:  # noqa: B027
+        """End a wait of another thread in `CommunicationError`, so that the thread can end."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free what the room holds for this communicator. Collective; nothing may follow."""
+
     @abstractmethod
     def abort(self, reason: str) -> None:
         """End the job on every rank, after one line with `reason` on stderr."""
+
+
+def out_of_step(rank: int, label: int, source: int, theirs: int) -> CommunicationError:
+    """The error of a message that belongs to something else."""
+    return CommunicationError(
+        f"rank {rank} is at message group {label}, rank {source} at {theirs}: the ranks are out of "
+        "step; each must take the same steps with the same parameters in the same order"
+    )
 
 
 def _received(message: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddl.comm.base import Communicator
+from ddl.comm.base import Communicator, out_of_step
 from ddl.errors import CommunicationError, DeadlineError
 
 # A wait first yields its time slice, since most messages of a running collective are about to
@@ -65,13 +65,18 @@ def load_mpi() -> Any:
 class MPICommunicator(Communicator):
     """One process of an MPI job."""
 
-    def __init__(self, handle: Any, timeout: float) -> None:
-        """Wrap an mpi4py intracommunicator that nothing else sends messages on."""
+    def __init__(self, handle: Any, timeout: float, local: tuple[int, int] | None = None) -> None:
+        """Wrap an mpi4py intracommunicator that nothing else sends messages on.
+
+        Collective, unless `local`, rank and size on this host, is known.
+        """
         self._mpi = load_mpi()
         self._handle = handle
-        on_this_host = handle.Split_type(self._mpi.COMM_TYPE_SHARED)
-        local = (on_this_host.Get_rank(), on_this_host.Get_size())
-        on_this_host.Free()
+        self._cancelled = False
+        if local is None:
+            on_this_host = handle.Split_type(self._mpi.COMM_TYPE_SHARED)
+            local = (on_this_host.Get_rank(), on_this_host.Get_size())
+            on_this_host.Free()
         super().__init__(handle.Get_rank(), handle.Get_size(), timeout, local)
 
     @classmethod
@@ -87,16 +92,18 @@ class MPICommunicator(Communicator):
         received = None
         try:
             if message is not None:
-                requests.append(self._handle.Isend([message.numpy(), MPI.BYTE], dest))
+                requests.append(self._handle.Isend([message.numpy(), MPI.BYTE], dest, self.label))
             if source is not None:
                 status = MPI.Status()
                 found = self._wait(
-                    lambda: self._handle.Improbe(source, status=status),
+                    lambda: self._handle.Improbe(source, MPI.ANY_TAG, status),
                     LONGEST_SLEEP,
                     f"for a message of rank {source}",
                 )
                 received = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
                 requests.append(found.Irecv([received.numpy(), MPI.BYTE]))
+                if status.Get_tag() != self.label:
+                    raise out_of_step(self.rank, self.label, source, status.Get_tag())
             self._wait(
                 lambda: MPI.Request.Testall(requests) or None,
                 LONGEST_SLEEP_IN_TRANSFER if source is not None else LONGEST_SLEEP,
@@ -127,6 +134,8 @@ class MPICommunicator(Communicator):
                     f"rank {self.rank} of {self.size} waits {what}: nothing within "
                     f"{self.timeout:g} s; is that rank stalled, or running another script?"
                 )
+            if self._cancelled:
+                raise CommunicationError(f"rank {self.rank} of {self.size} waits {what}: cancelled")
             time.sleep(sleep)
             sleep = min(2 * sleep, longest_sleep)
 
@@ -135,6 +144,21 @@ class MPICommunicator(Communicator):
         arrived = self._handle.Ibarrier()  # Split itself would wait without a deadline
         self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to split")
         return MPICommunicator(self._handle.Split(color, key), self.timeout)
+
+    def duplicate(self) -> MPICommunicator:
+        """See `Communicator.duplicate`."""
+        arrived = self._handle.Ibarrier()
+        self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to duplicate")
+        local = (self.local_rank, self.local_size)
+        return MPICommunicator(self._handle.Dup(), self.timeout, local)
+
+    def cancel(self) -> None:
+        """See `Communicator.cancel`."""
+        self._cancelled = True
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._handle.Free()
 
     def abort(self, reason: str) -> None:
         """Print the reason and end every process of the job with status 1."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ddl.comm.base import Communicator
+from ddl.comm.base import Communicator, out_of_step
 from ddl.comm.current import use
 from ddl.errors import CommunicationError, DeadlineError
 
@@ -27,7 +27,7 @@ class _Switchboard:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.mail: dict[Hashable, deque[Tensor]] = defaultdict(deque)
+        self.mail: dict[Hashable, deque[tuple[int, Tensor]]] = defaultdict(deque)
         self.meetings: dict[Hashable, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.failure: str | None = None
 
@@ -59,6 +59,7 @@ class ThreadCommunicator(Communicator):
         self._board = board
         self._group = group
         self._splits = 0
+        self._cancelled = False
 
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None
@@ -67,14 +68,19 @@ class ThreadCommunicator(Communicator):
         copy = None if message is None else message.clone()
         with board.changed:
             if copy is not None:
-                board.mail[self._group, self.rank, dest].append(copy)
+                board.mail[self._group, self.rank, dest].append((self.label, copy))
                 board.changed.notify_all()
             if source is None:
                 return None
             box = board.mail[self._group, source, self.rank]
             what = f"rank {self.rank} of {self.size} waits for a message of rank {source}"
-            board.wait_until(lambda: box, self.timeout, what)
-            return box.popleft()
+            board.wait_until(lambda: box or self._cancelled, self.timeout, what)
+            if not box:
+                raise CommunicationError(f"{what}: cancelled")
+            label, received = box.popleft()
+            if label != self.label:
+                raise out_of_step(self.rank, self.label, source, label)
+            return received
 
     def split(self, color: int, key: int) -> ThreadCommunicator:
         """See `Communicator.split`."""
@@ -92,6 +98,12 @@ class ThreadCommunicator(Communicator):
         return ThreadCommunicator(
             board, (*meeting, color), rank, len(members), timeout=self.timeout
         )
+
+    def cancel(self) -> None:
+        """See `Communicator.cancel`."""
+        with self._board.changed:
+            self._cancelled = True
+            self._board.changed.notify_all()
 
     def abort(self, reason: str) -> None:
         """End the waits of all ranks; each raises `CommunicationError` with the reason."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddl import kernels
-from ddl.aggregator import DenseAggregator, SparseAggregator
+from ddl.aggregator import DenseAggregator, SparseAggregator, aggregate
 from ddl.collectives import allgather, gtopk, messages
 from ddl.comm import Communicator
 from ddl.compressors import make_compressor
@@ -97,7 +97,7 @@ def every_gradient_is_applied_or_owed(comm: Communicator, case: Case) -> None:
         for step in range(3):
             flat = case.gradient(comm.rank, step)
             accumulated = total_over_ranks(comm, flat + aggregator.residual)
-            outcome = aggregator.aggregate(flat, case.density)
+            outcome = aggregate(aggregator, flat, case.density)
             assert outcome.finite
             applied = (flat.double() * comm.size).round()
             owed = total_over_ranks(comm, aggregator.residual)
@@ -134,12 +134,12 @@ def ranks_agree_on_any_floats(comm: Communicator, case: Case) -> None:
         compressor = make_compressor(name, collective)
         flat = case.gradient(comm.rank) * 0.1
         if compressor.is_dense:
-            outcome = DenseAggregator(comm).aggregate(flat, case.density)
+            outcome = aggregate(DenseAggregator(comm), flat, case.density)
         else:
             aggregator = SparseAggregator(
                 comm, case.numel, torch.device("cpu"), compressor, seed=case.seed
             )
-            outcome = aggregator.aggregate(flat, case.density)
+            outcome = aggregate(aggregator, flat, case.density)
         assert outcome.finite
         assert same_on_every_rank(comm, flat), name
 
@@ -153,7 +153,7 @@ def density_one_is_the_dense_average(comm: Communicator, case: Case) -> None:
         aggregator = SparseAggregator(
             comm, case.numel, torch.device("cpu"), make_compressor(name, collective), case.seed
         )
-        aggregator.aggregate(flat, 1.0)
+        aggregate(aggregator, flat, 1.0)
         torch.testing.assert_close(flat.double(), average, rtol=1e-6, atol=0)
         assert not aggregator.residual.any(), name
 
@@ -166,30 +166,61 @@ def one_bad_gradient_skips_the_step_everywhere(comm: Communicator, case: Case) -
             aggregator = SparseAggregator(
                 comm, case.numel, torch.device("cpu"), make_compressor(name, collective), case.seed
             )
-            aggregator.aggregate(case.gradient(comm.rank), case.density)
+            aggregate(aggregator, case.gradient(comm.rank), case.density)
             flat = case.gradient(comm.rank, step=1)
             finite_part = flat.clone()
             if comm.rank == victim:
                 flat[case.seed % case.numel] = bad
                 finite_part[case.seed % case.numel] = 0
             expected = finite_part + aggregator.residual
-            outcome = aggregator.aggregate(flat, case.density)
+            outcome = aggregate(aggregator, flat, case.density)
             assert not outcome.finite, name
             assert torch.isnan(flat).all(), name
             assert torch.equal(aggregator.residual, expected), name
 
 
-def a_revoked_step_is_owed(comm: Communicator, case: Case) -> None:
+def a_skipped_step_is_owed(comm: Communicator, case: Case) -> None:
     """What one bucket applied in a step that another bucket spoils comes back whole."""
     for name, collective in SPARSE_COMPRESSORS:
         aggregator = SparseAggregator(
             comm, case.numel, torch.device("cpu"), make_compressor(name, collective), case.seed
         )
         gradient = case.gradient(comm.rank)
-        aggregator.aggregate(gradient.clone(), case.density)
-        aggregator.revoke()
-        aggregator.revoke()  # once is enough
+        flat = gradient.clone()
+        aggregate(aggregator, flat, case.density)
+        aggregator.owe(flat)
+        aggregator.owe(flat)  # once is enough
         assert torch.equal(aggregator.residual, gradient), name
+
+
+def a_discarded_gradient_leaves_no_trace(comm: Communicator, case: Case) -> None:
+    """Where the step is given up before it is applied, residuals are what they were."""
+    for name, collective in SPARSE_COMPRESSORS:
+        aggregator = SparseAggregator(
+            comm, case.numel, torch.device("cpu"), make_compressor(name, collective), case.seed
+        )
+        aggregate(aggregator, case.gradient(comm.rank), case.density)
+        before = aggregator.residual.clone()
+        flat = case.gradient(comm.rank, step=1)
+        aggregator.begin(flat, case.density)
+        assert torch.equal(flat, case.gradient(comm.rank, step=1)), name
+        aggregator.discard(flat)
+        assert torch.equal(aggregator.residual, before), name
+
+
+def an_average_that_overflows_costs_one_step(comm: Communicator, case: Case) -> None:
+    """Finite gradients whose sum is not are dropped where they overflow, not owed for ever."""
+    for name, collective in SPARSE_COMPRESSORS:
+        aggregator = SparseAggregator(
+            comm, case.numel, torch.device("cpu"), make_compressor(name, collective), case.seed
+        )
+        flat = torch.full((case.numel,), 3e38)
+        outcome = aggregate(aggregator, flat, 1.0)
+        assert outcome.finite == (comm.size == 1), name
+        for step in range(2):
+            flat = case.gradient(comm.rank, step)
+            assert aggregate(aggregator, flat, 1.0).finite, name
+            assert torch.isfinite(flat).all(), name
 
 
 LAWS: list[Callable[[Communicator, Case], None]] = [
@@ -198,7 +229,9 @@ LAWS: list[Callable[[Communicator, Case], None]] = [
     ranks_agree_on_any_floats,
     density_one_is_the_dense_average,
     one_bad_gradient_skips_the_step_everywhere,
-    a_revoked_step_is_owed,
+    a_skipped_step_is_owed,
+    a_discarded_gradient_leaves_no_trace,
+    an_average_that_overflows_costs_one_step,
 ]
 
 __all__ = ["LAWS", "Case", "cases", "replace"]

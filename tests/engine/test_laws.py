@@ -8,8 +8,8 @@ from launch import ROOT
 from laws import LAWS, Case, cases
 
 from ddl import kernels
-from ddl.aggregator import SparseAggregator
-from ddl.comm import threads
+from ddl.aggregator import SparseAggregator, aggregate
+from ddl.comm import SingleCommunicator, threads
 from ddl.compressors import make_compressor
 from ddl.selectors import GaussianK, Prediction, TopK
 
@@ -47,7 +47,7 @@ def test_nothing_is_lost_among_16_ranks_with_half_shared_gradients(collective):
         gradient = flat.clone()
         compressor = make_compressor("gtopk", collective)
         aggregator = SparseAggregator(comm, n, torch.device("cpu"), compressor, seed=0)
-        aggregator.aggregate(flat, k / n)
+        aggregate(aggregator, flat, k / n)
         return gradient, flat, aggregator.residual
 
     results = threads.run(P, work)
@@ -57,6 +57,17 @@ def test_nothing_is_lost_among_16_ranks_with_half_shared_gradients(collective):
     assert int((results[0][1] != 0).sum()) == k
     lost = (accumulated - applied - owed).abs() > 1e-5
     assert int(lost.sum()) == 0
+
+
+def test_a_half_precision_average_that_overflows_is_skipped_then_forgotten():
+    compressor = make_compressor("topk")
+    aggregator = SparseAggregator(SingleCommunicator(), 2, torch.device("cpu"), compressor, seed=0)
+    finite = []
+    for gradient in ([60_000.0, 65_000.0], [60_000.0, 65_000.0], [1.0, 1.0], [1.0, 1.0]):
+        flat = torch.tensor(gradient, dtype=torch.float16)
+        finite.append(aggregate(aggregator, flat, 0.5).finite)
+    # 60,000 is owed for the first entry; another 60,000 on top cannot be represented.
+    assert finite == [True, False, True, True]
 
 
 def drifting_steps(generator, steps, numel=20_000):

@@ -5,13 +5,13 @@ import gc
 import logging
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import ddl
-from ddl.collectives import messages
 from ddl.comm import SingleCommunicator, threads
 
 
@@ -104,7 +104,7 @@ def test_training_goes_down_with_every_compressor():
     def work(comm, compressor):
         model = make_model()
         # A step small enough for random-k, whose gradients arrive 1 / density steps late.
-        slow = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        slow = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = wrap(model, slow, compressor=compressor, density=0.2)
         losses = []
         for step in range(100):
@@ -281,13 +281,11 @@ def test_frozen_parameters_stay_and_may_be_unfrozen_on_the_way():
 def test_a_group_added_on_the_way_is_aggregated():
     def work(comm):
         model = make_model()
-        extra = nn.Linear(3, 3)
+        extra = nn.Linear(3, 3)  # another on every rank, until it is added
         optimizer = wrap(model, compressor="topk")
         for step in range(4):
             if step == 2:
                 optimizer.add_param_group({"params": extra.parameters(), "lr": 0.1})
-                messages.broadcast_(comm, extra.weight)
-                messages.broadcast_(comm, extra.bias)
             optimizer.zero_grad()
             inputs, labels = batch(comm.rank, step)
             output = model(inputs)
@@ -391,24 +389,187 @@ def test_a_bad_gradient_on_one_rank_skips_one_step_on_all(caplog):
     assert "step 2 skipped on every rank" in caplog.text
 
 
-def test_a_step_given_up_by_the_user_is_owed_not_lost():
+def test_zero_grad_discards_a_gradient_that_no_step_has_applied():
     def work(comm):
         model = make_model()
         optimizer = wrap(model, compressor="gtopk")
-        backward(model, comm.rank, 0)
-        optimizer.zero_grad()  # and no step
-        total = optimizer._reducer.metrics().residual_norm
-        backward(model, comm.rank, 1)
-        optimizer.step()
-        return model, total
+        backward(model, comm.rank, 7)
+        optimizer.zero_grad()
+        assert optimizer.metrics.residual_norm < 1e-6
+        for step in range(2):
+            backward(model, comm.rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
 
-    results = threads.run(2, work)
-    assert digests_equal([model for model, _ in results])
-    for rank, (_, owed) in enumerate(results):
+    def plain(comm):
+        return train(comm, steps=2, density=0.1)
+
+    discarded, never = threads.run(2, work), threads.run(2, plain)
+    assert digests_equal(discarded)
+    for ours, theirs in zip(discarded[0].parameters(), never[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gan_trains_as_with_bare_optimizers(set_to_none):
+    """The generator's loss sends gradients through the discriminator, which must not apply them."""
+
+    def train_gan(wrap_one):
+        torch.manual_seed(0)
+        G, D = nn.Linear(2, 3), nn.Linear(3, 1)
+        oG, oD = (wrap_one(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (G, D))
+        for _ in range(5):
+            z, real = torch.randn(8, 2), torch.randn(8, 3)
+            oD.zero_grad(set_to_none)
+            (D(G(z).detach()).square() - D(real).square()).mean().backward()
+            oD.step()
+            oG.zero_grad(set_to_none)
+            D(G(z)).square().mean().backward()
+            oG.step()
+        return nn.Sequential(G, D)
+
+    bare = train_gan(lambda optimizer: optimizer)
+    ours = train_gan(
+        lambda optimizer: ddl.DistributedOptimizer(
+            optimizer, compressor="gtopk", density=1.0, comm=SingleCommunicator()
+        )
+    )
+    for mine, theirs in zip(ours.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters()],
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    ],
+    ids=["replaced", "clipped"],
+)
+def test_gradients_changed_under_way_are_an_error_with_a_cure(change):
+    model = make_model()
+    optimizer = wrap(model, comm=SingleCommunicator())
+    backward(model, 0, 0)
+    change(model)
+    with pytest.raises(ddl.GradientError, match=r"changed in step 0.*optimizer.synchronize\(\)"):
+        optimizer.step()
+
+
+def test_fused_optimizers_get_unscaled_gradients_from_a_scaler():
+    def run(optimizer, model, synchronize):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs, labels = batch(0, step)
+            scaler.scale(nn.functional.cross_entropy(model(inputs), labels)).backward()
+            synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+
+    bare, model = make_model(), make_model()
+    run(torch.optim.SGD(bare.parameters(), lr=0.1, fused=True), bare, lambda: None)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = wrap(model, inner, density=1.0, comm=SingleCommunicator())
+    run(optimizer, model, optimizer.synchronize)
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_parameter_frozen_on_the_way_stays_where_it_is():
+    def work(comm):
         model = make_model()
-        backward(model, rank, 0)
-        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-        assert owed == pytest.approx(float(norm), rel=1e-5)
+        optimizer = wrap(model, sgd(model, weight_decay=0.1), compressor="gtopk")
+        for step in range(5):
+            if step == 2:
+                model[0].requires_grad_(False)
+                frozen = model[0].weight.detach().clone()
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            optimizer.step()
+        assert torch.equal(model[0].weight, frozen)
+        return model
+
+    assert digests_equal(threads.run(3, work))
+
+
+def test_a_parameter_belongs_to_one_optimizer_only():
+    model = make_model()
+    first = wrap(model, comm=SingleCommunicator())
+    with pytest.raises(ValueError, match="belongs to another DistributedOptimizer"):
+        wrap(model, comm=SingleCommunicator())
+    first.close()
+    wrap(model, comm=SingleCommunicator())
+
+
+def test_ranks_out_of_step_are_told_instead_of_mixing_gradients():
+    def work(comm):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = wrap(model, compressor="none", bucket_bytes=80)
+        for step in range(3):
+            optimizer.zero_grad()
+            if comm.rank == 1 and step == 1:
+                # Its batch fails half-way, and it goes on with the next one.
+                model[1](torch.ones(2, 4)).sum().backward()
+                continue
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(ddl.CommunicationError, match="the ranks are out of step"):
+        threads.run(2, work, timeout=5)
+
+
+def test_ranks_with_different_warmups_are_told_apart():
+    def work(comm):
+        wrap(make_model(), density_warmup=ddl.DensityWarmup((0.5, 0.1 * (comm.rank + 1))))
+
+    with pytest.raises(ddl.DisagreementError, match="density_warmup: rank 1"):
+        threads.run(2, work)
+
+
+def test_forgotten_optimizers_free_their_buckets():
+    model = make_model()
+    optimizer = wrap(model, comm=SingleCommunicator())
+    backward(model, 0, 0)
+    optimizer.step()
+    flats = [weakref.ref(bucket) for bucket in optimizer._reducer._buckets]
+    del optimizer
+    gc.collect()
+    assert not [flat for flat in flats if flat() is not None]
+
+
+def test_synchronizing_twice_aggregates_once():
+    def work(comm):
+        model = make_model()
+        optimizer = wrap(model, compressor="none")
+        backward(model, comm.rank, 0)
+        optimizer.synchronize()
+        before = [p.grad.clone() for p in model.parameters()]
+        assert optimizer.synchronize()
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+        optimizer.step()
+        return model
+
+    assert digests_equal(threads.run(2, work))
+
+
+def test_closed_and_copied_optimizers_say_what_to_do():
+    model = make_model()
+    optimizer = wrap(model, comm=SingleCommunicator())
+    with pytest.raises(TypeError, match=r"state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    optimizer.close()
+    backward(model, 0, 0)
+    with pytest.raises(ddl.DDLError, match="the optimizer is closed"):
+        optimizer.step()
+
+
+def test_graphs_of_gradients_can_be_made():
+    model = make_model()
+    optimizer = wrap(model, comm=SingleCommunicator())
+    inputs, labels = batch(0, 0)
+    nn.functional.cross_entropy(model(inputs), labels).backward(create_graph=True)
+    optimizer.step()
 
 
 def test_backward_never_waits_for_the_network():
