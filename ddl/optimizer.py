@@ -45,6 +45,7 @@ class DistributedOptimizer(Optimizer):
     and must not be changed; `zero_grad()` discards them.
 
     Attributes:
+        compressor: the chosen pairing of selector and collective.
         density: fraction of gradient entries to keep at present; the same on every rank.
         skipped_steps: steps skipped because a gradient was not finite.
     """
@@ -123,6 +124,7 @@ class DistributedOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)  # for torch's own hooks
         self._inner = optimizer
+        self.compressor = kind
         self._target_density = density
         self._warmup = density_warmup
         self._synchronized = False

@@ -20,7 +20,7 @@ import math
 import sys
 from argparse import Namespace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import ddl
-from ddl.compressors import make_compressor
 
 logger = logging.getLogger("train_resnet50")
 
@@ -55,7 +54,11 @@ def main() -> int:
         return 2
     level = logging.INFO if ddl.rank() == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", level=level)
-    agree = trainer.run()
+    try:
+        agree = trainer.run()
+    except ddl.GradientError as problem:  # a model that leaves a parameter out
+        sleep(ddl.rank() and 2)  # the other ranks most likely found the same: rank 0 speaks for all
+        ddl.communicator().abort(one_line(problem), status=2)
     ddl.shutdown()
     return 0 if agree else 1
 
@@ -200,7 +203,7 @@ class Trainer:
             "dataset": args.dataset,
             "P": ddl.size(),
             "compressor": args.compressor,
-            "collective": make_compressor(args.compressor, args.collective).collective_name,
+            "collective": self.optimizer.compressor.collective_name,
             "density": args.density,
             "density_actual": self.log.mean("comm/density_actual"),
             "epochs": args.epochs,

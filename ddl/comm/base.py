@@ -8,6 +8,7 @@ algorithms, gives the same bits, and counts the same bytes in the same place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -102,8 +103,8 @@ class Communicator(ABC):
         """Free what the room holds for this communicator. Collective; nothing may follow."""
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
-        """End the job on every rank, after one line with `reason` on stderr."""
+    def abort(self, reason: str, status: int = 1) -> NoReturn:
+        """End the job on every rank with an exit status, after one line with `reason` on stderr."""
 
 
 def out_of_step(rank: int, label: int, source: int, theirs: int) -> CommunicationError:

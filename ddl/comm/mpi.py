@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -160,7 +160,8 @@ class MPICommunicator(Communicator):
         """See `Communicator.close`."""
         self._handle.Free()
 
-    def abort(self, reason: str) -> None:
-        """Print the reason and end every process of the job with status 1."""
+    def abort(self, reason: str, status: int = 1) -> NoReturn:
+        """See `Communicator.abort`."""
         print(f"ddl: rank {self.rank} of {self.size}: {reason}", file=sys.stderr, flush=True)
-        self._handle.Abort(1)
+        self._handle.Abort(status)
+        sys.exit(status)  # not reached; MPI's abort does not return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class SingleCommunicator(Communicator):
         """A group of one again."""
         return SingleCommunicator()
 
-    def abort(self, reason: str) -> None:
-        """Exit with status 1."""
-        sys.exit(f"ddl: {reason}")
+    def abort(self, reason: str, status: int = 1) -> NoReturn:
+        """See `Communicator.abort`."""
+        print(f"ddl: {reason}", file=sys.stderr, flush=True)
+        sys.exit(status)

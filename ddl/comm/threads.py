@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -105,9 +105,10 @@ class ThreadCommunicator(Communicator):
             self._cancelled = True
             self._board.changed.notify_all()
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, status: int = 1) -> NoReturn:
         """End the waits of all ranks; each raises `CommunicationError` with the reason."""
         self._board.fail(reason)
+        raise CommunicationError(reason)
 
 
 def run(size: int, work: Callable[[ThreadCommunicator], T], *, timeout: float = 60.0) -> list[T]:
