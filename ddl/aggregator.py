@@ -6,14 +6,14 @@ whose gradient may still be given up:
 
 1. `begin`: select, collect, repay what was not collected. The gradient stays as it is.
 2. One of `apply` (the gradient becomes the average), `owe` (the step is skipped, what was picked
-   is owed) and `discard` (the gradient never was).
+   is owed) and `discard` (the gradient never was). Each forgets what `begin` has kept for it.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ddl.collectives import dense
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.density import entries
+from ddl.errors import DDLError
 from ddl.feedback import ErrorFeedback
 from ddl.sparse import SparseVector
 
@@ -62,7 +63,7 @@ class Aggregator(Protocol):
         """Make `flat` the average over ranks. Only where the outcome was finite."""
 
     def owe(self, flat: Tensor) -> None:
-        """Skip the step: what was picked is owed again. Also after `apply`.
+        """Skip the step: what was picked is owed again.
 
         Makes `flat` NaN where the outcome was not finite, so that whoever looks can see it. What is
         not finite is dropped, and so is an entry whose average over ranks overflows: owed, it would
@@ -103,13 +104,7 @@ class SparseAggregator:
         self._select = compressor.make_selector(seed).select
         self._collect = compressor.collective
         self._feedback = ErrorFeedback(numel, device)
-        nothing = SparseVector(
-            torch.empty(0, dtype=torch.int32, device=device),
-            torch.empty(0, dtype=torch.float32, device=device),
-            numel,
-        )
-        self._average = self._included = self._dropped = nothing
-        self._finite = True
+        self._begun: _Begun | None = None
 
     @property
     def residual(self) -> Tensor:
@@ -128,13 +123,12 @@ class SparseAggregator:
         ended = time.perf_counter()
 
         self._feedback.owe(picks.where(~included))
-        self._included = picks.where(included)
-        self._average = SparseVector(total.indices, total.values / self._comm.size, total.numel)
-        representable = torch.isfinite(self._average.values.to(flat.dtype))
-        self._dropped = self._average.where(~representable)
-        self._finite = all_finite and self._dropped.count == 0
+        average = SparseVector(total.indices, total.values / self._comm.size, total.numel)
+        overflowing = average.where(~torch.isfinite(average.values.to(flat.dtype)))
+        finite = all_finite and overflowing.count == 0
+        self._begun = _Begun(average, picks.where(included), overflowing, finite)
         return Outcome(
-            finite=self._finite,
+            finite=finite,
             picked=picks.count,
             select_seconds=started - begin,
             started=started,
@@ -144,20 +138,38 @@ class SparseAggregator:
 
     def apply(self, flat: Tensor) -> None:
         """See `Aggregator.apply`."""
-        kernels.scatter(flat, self._average.indices, self._average.values)
+        average = self._take_begun().average
+        kernels.scatter(flat, average.indices, average.values)
 
     def owe(self, flat: Tensor) -> None:
         """See `Aggregator.owe`."""
-        picks = self._included
-        self._feedback.owe(picks.where(~torch.isin(picks.indices, self._dropped.indices)))
-        self._included = picks.where(torch.zeros_like(picks.indices, dtype=torch.bool))
-        if not self._finite:
+        begun = self._take_begun()
+        picks = begun.included
+        self._feedback.owe(picks.where(~torch.isin(picks.indices, begun.overflowing.indices)))
+        if not begun.finite:
             flat.fill_(float("nan"))
 
     def discard(self, flat: Tensor) -> None:
         """See `Aggregator.discard`."""
-        self._feedback.owe(self._included)
+        self._feedback.owe(self._take_begun().included)
         self.residual.sub_(torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0))
+
+    def _take_begun(self) -> _Begun:
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise DDLError(
+                "nothing has begun, expected one begin() before each apply, owe, discard"
+            )
+        return begun
+
+
+class _Begun(NamedTuple):
+    """What `begin` leaves for the second half."""
+
+    average: SparseVector
+    included: SparseVector  # picks of this rank that the average contains
+    overflowing: SparseVector  # entries of the average that the gradient's dtype cannot hold
+    finite: bool
 
 
 class DenseAggregator:

@@ -303,20 +303,17 @@ class Reducer:
         with self._lock:
             self._launch_rest()
         begin = time.perf_counter()
-        self._outcomes = []
-        for bucket, aggregator, launch in zip(
-            self._buckets, self._aggregators, self._launched, strict=True
-        ):
-            outcome = self._wait_for(launch, bucket)
-            self._check_unchanged(launch, bucket)
-            if outcome.finite:
-                aggregator.apply(bucket.flat)
-            self._outcomes.append(outcome)
+        self._outcomes = [
+            self._wait_for(launch, bucket)
+            for launch, bucket in zip(self._launched, self._buckets, strict=True)
+        ]
         self._wait_seconds = time.perf_counter() - begin
         self._overlap = overlap_fraction(self._outcomes, self._last_gradient)
         finite = all(outcome.finite for outcome in self._outcomes)
-        if not finite:
-            for bucket, aggregator in zip(self._buckets, self._aggregators, strict=True):
+        for bucket, aggregator in zip(self._buckets, self._aggregators, strict=True):
+            if finite:
+                aggregator.apply(bucket.flat)
+            else:
                 aggregator.owe(bucket.flat)
         for parameter in frozen_without_gradient:
             parameter.grad = None
@@ -332,7 +329,6 @@ class Reducer:
             self._buckets, self._aggregators, launched, strict=False
         ):
             self._wait_for(launch, bucket)
-            self._check_unchanged(launch, bucket)
             aggregator.discard(bucket.flat)
         if launched:
             self.step += 1  # so that messages of what comes next carry other labels
@@ -360,6 +356,7 @@ class Reducer:
             logger.warning("%s: waiting for other ranks for %.0f s", where, waited)
             if waited > self._comm.timeout + GRACE_SECONDS:
                 raise DeadlineError(f"{where}: nothing after {waited:.0f} s; is a rank dead?")
+        self._check_unchanged(launch, bucket)
         try:
             return launch.future.result()
         except DDLError as error:
