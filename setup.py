@@ -1,6 +1,25 @@
 """Package ddl. `kernels/` and `csrc/` stand at the top of the repository and install inside it."""
 
-from setuptools import setup
+from setuptools import Extension, setup
+
+# Called through ctypes: any C++17 compiler that takes GCC's options will do. Where there is none
+# the installation goes on without it, and ddl.kernels takes Numba's loops.
+native = Extension(
+    "ddl.kernels._native",
+    sources=[f"csrc/cpu/{name}.cpp" for name in ("native", "portable", "avx2", "avx512")],
+    depends=[f"csrc/cpu/{name}" for name in ("loops.h", "block.inl", "loops.inl")],
+    extra_compile_args=[
+        "-O3",
+        "-g0",
+        "-std=c++17",
+        "-ffp-contract=off",  # product and sum are rounded one after the other
+        "-fvisibility=hidden",
+        "-fno-exceptions",
+        "-fno-rtti",
+    ],
+    language="c++",
+    optional=True,
+)
 
 setup(
     name="ddl",
@@ -13,6 +32,7 @@ setup(
     packages=["ddl", "ddl.collectives", "ddl.comm", "ddl.csrc", "ddl.kernels"],
     package_dir={"ddl.kernels": "kernels", "ddl.csrc": "csrc"},
     package_data={"ddl": ["py.typed"], "ddl.csrc": ["*.cu", "*.cuh"]},
+    ext_modules=[native],
     install_requires=[
         "torch>=2.1",
         "numpy",

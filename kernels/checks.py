@@ -1,5 +1,6 @@
 """What the operations accept: one line per refusal, with got, expected and the cure."""
 
+import ctypes
 import math
 import operator
 
@@ -113,7 +114,7 @@ def prediction(threshold: float | None) -> float:
     """Return the threshold as a usable float32 magnitude, or 0.0 where it predicts nothing."""
     if threshold is None:
         return 0.0
-    value = torch.tensor(float(threshold), dtype=torch.float32).item()
+    value = ctypes.c_float(float(threshold)).value
     return value if 0.0 < value < math.inf else 0.0
 
 

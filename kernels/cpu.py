@@ -1,57 +1,72 @@
-"""The operations on the CPU: views, buffers and order of calls; the loops are compiled by Numba.
+"""The operations on the CPU: views, buffers and order of calls, around compiled loops.
 
-The arguments are those of the public functions in `ddl.kernels`, already checked. Importing this
-module compiles the kernels, once per machine.
+The arguments are those of the public functions in `ddl.kernels`, already checked. The loops are
+native (native.py) where a compiler was found at installation, otherwise Numba's: then importing
+this module compiles them, once per machine.
 
 An exact selection in one pass:
 
 1. Predict the key of the k-th largest magnitude: the caller's threshold, or a small sample.
-2. `collect` accumulates, on each thread over one contiguous part. What passes the prediction is
-   moved to that part's candidates; a full buffer is tightened, which raises the threshold.
+2. `collect` accumulates: each thread takes contiguous pieces, ascending, until none is left. What
+   passes the prediction is moved to the thread's candidates; a full buffer is tightened, which
+   raises the threshold. Put together by index they are the same for any number of threads.
 3. Fewer than k candidates: give them back and collect again from the residual alone, with a
    lower threshold, the last time with none.
 4. Find the exact k-th key among the candidates and give the others back to the residual.
 """
 
+import ctypes
 import math
+import struct
+from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddl.kernels import reference
-from ddl.kernels.jit import compile_once
+from ddl.kernels import cpu_layout as layout
+from ddl.kernels import native, reference
+from ddl.kernels.cpu_layout import BLOCK, INFINITE
 from ddl.kernels.results import Merged, Selection
 from ddl.kernels.threads import split, workers
 
-with compile_once():
-    from ddl.kernels import cpu_accumulate, cpu_select, cpu_sparse
 
-BLOCK = int(cpu_accumulate.BLOCK)
-GRANULE = cpu_accumulate.CHUNK  # parts begin at its multiples, so that no two share a sum
-INFINITE = int(cpu_select.INFINITE)
+def _compiled_loops() -> Any:
+    """Return the loops to use: `native.Loops` or the module `numba_loops`, which are alike."""
+    loops = native.load()
+    if loops is not None:
+        return loops
+    from ddl.kernels import numba_loops  # compiles, or loads from the cache
+
+    return numba_loops
+
+
+loops = _compiled_loops()
+
+GRANULE = layout.CHUNK  # pieces begin at its multiples, so that no two share a sum
 SLACK = 1024  # room beyond 2k candidates, so that a tiny k does not tighten all the time
 SAMPLE = 1 << 17  # entries; 512 KB of keys
 SAMPLE_MARGIN = 4.0  # standard deviations by which a sampled rank is lowered: too low is cheaper
 
 _FORMS = {
-    torch.float32: cpu_accumulate.FLOAT32,
-    torch.bfloat16: cpu_accumulate.BFLOAT16,
-    torch.float16: cpu_accumulate.FLOAT16,
+    torch.float32: layout.FLOAT32,
+    torch.bfloat16: layout.BFLOAT16,
+    torch.float16: layout.FLOAT16,
 }
 
 
 def _key(magnitude: float) -> int:
     """Return the bits of a non-negative float32 magnitude, which order like the magnitude."""
-    return int(np.array([magnitude], dtype=np.float32).view(np.int32)[0])
+    return struct.unpack("=i", struct.pack("=f", ctypes.c_float(magnitude).value))[0]
 
 
 def _magnitude(key: int) -> float:
-    return float(np.array([key], dtype=np.int32).view(np.float32)[0])
+    return struct.unpack("=f", struct.pack("=i", key))[0]
 
 
 class _Accumulation:
-    """The arrays of one call: where its parts begin, their candidates and their state."""
+    """The arrays of one call: its pieces, the threads' candidates and their state."""
 
     def __init__(
         self, flat: Tensor, residual: Tensor, scale: float, k: int, moments: bool = False
@@ -62,26 +77,29 @@ class _Accumulation:
         bits = flat.detach()
         self.flat = (
             bits.numpy()
-            if self.form == cpu_accumulate.FLOAT32
+            if self.form == layout.FLOAT32
             else bits.view(torch.int16).numpy().view(np.uint16)
         )
         self.residual = residual.detach().numpy()
         self.scale = np.float32(scale)
-        self.parts = split(self.numel, GRANULE, workers.count)
-        longest = max(hi - lo for lo, hi in self.parts)
-        self.room = (min(longest, 2 * k + SLACK) if k else 0) + BLOCK
-        self.indices = np.empty(len(self.parts) * self.room, np.int32)
-        self.values = np.empty(len(self.parts) * self.room, np.float32)
-        self.state = np.zeros((len(self.parts), cpu_accumulate.STATE_SIZE), np.int64)
+        self.pieces = split(self.numel, GRANULE, workers.count)
+        self.threads = min(workers.count, len(self.pieces))
+        self.room = (min(self.numel, 2 * k + SLACK) if k else 0) + BLOCK
+        self.buffers = [
+            (np.empty(self.room, np.int32), np.empty(self.room, np.float32))
+            for _ in range(self.threads)
+        ]
+        self.state = np.zeros((self.threads, layout.STATE_SIZE), np.int64)
         self.poisoned = np.empty(0, np.uint64)
-        chunks = -(-self.numel // cpu_accumulate.CHUNK) if moments else 0
-        self.sums = np.zeros((chunks, 2), np.float64)
-        self.count = 0  # candidates, once gathered
+        chunks = -(-self.numel // layout.CHUNK) if moments else 0
+        self.sums = np.zeros((chunks, 2, layout.LANES), np.float64)
+        # The candidates, once a pass is over; they ascend.
+        self.indices, self.values = np.empty(0, np.int32), np.empty(0, np.float32)
 
     @property
     def nonfinite(self) -> int:
         """Number of accumulated values that are not finite."""
-        return int(self.state[:, cpu_accumulate.STATE_NONFINITE].sum())
+        return int(self.state[:, layout.STATE_NONFINITE].sum())
 
     def sampled_key(self, fresh: bool) -> int:
         """Predict a key that somewhat more than k entries reach; 1, any non-zero, if in doubt."""
@@ -97,56 +115,99 @@ class _Accumulation:
         if rank > size:
             return 1
         keys = np.empty(size, np.int32)
-        cpu_accumulate.sample(self.flat, self.residual, self.scale, self.form, fresh, keys)
-        key, _ = cpu_select.kth_largest(keys, 0, size, rank)
+        loops.sample(self.flat, self.residual, self.scale, self.form, fresh, keys)
+        key, _ = loops.kth_largest(keys, 0, size, rank)
         return max(1, key)
+
+    @property
+    def count(self) -> int:
+        """Number of candidates."""
+        return self.indices.shape[0]
 
     def collect(self, least: int, fresh: bool) -> int:
         """Run one pass and gather the candidates; return how many entries ever were."""
-        state = self.state
-        for part, (lo, _) in enumerate(self.parts):
-            state[part, cpu_accumulate.STATE_POSITION] = lo
-            state[part, cpu_accumulate.STATE_COUNT] = 0
-            state[part, cpu_accumulate.STATE_LEAST] = least
-            state[part, cpu_accumulate.STATE_PASSED] = 0
-        stopped = [False] * len(self.parts)
+        self.state[:, layout.STATE_COUNT] = 0
+        self.state[:, layout.STATE_LEAST] = least
+        self.state[:, layout.STATE_PASSED] = 0
+        left = deque(range(len(self.pieces)))
+        owners = [0] * len(self.pieces)
+        unfinished: list[int | None] = [None] * self.threads
 
-        def run(part: int) -> None:
-            stopped[part] = cpu_accumulate.collect(
-                self.flat,
-                self.residual,
-                self.parts[part][1],
-                self.scale,
-                self.form,
-                fresh,
-                self.k,
-                self.indices,
-                self.values,
-                part * self.room,
-                self.room,
-                self.poisoned,
-                self.sums if fresh else self.sums[:0],
-                state[part],
-            )
+        def run(thread: int) -> None:
+            state = self.state[thread]
+            indices, values = self.buffers[thread]
+            while True:
+                piece = unfinished[thread]
+                if piece is None:
+                    try:
+                        piece = left.popleft()
+                    except IndexError:
+                        return
+                    state[layout.STATE_POSITION] = self.pieces[piece][0]
+                owners[piece] = thread
+                unfinished[thread] = piece
+                stopped = loops.collect(
+                    self.flat,
+                    self.residual,
+                    self.pieces[piece][1],
+                    self.scale,
+                    self.form,
+                    fresh,
+                    self.k,
+                    indices,
+                    values,
+                    0,
+                    self.room,
+                    self.poisoned,
+                    self.sums if fresh else self.sums[:0],
+                    state,
+                )
+                if stopped:
+                    return
+                unfinished[thread] = None
 
-        workers.run(run, len(self.parts))
-        if any(stopped):
-            # Finished parts have nothing left to do and return at once.
+        workers.run(run, self.threads)
+        if any(piece is not None for piece in unfinished):
             self.poisoned = np.zeros(-(-self.numel // BLOCK), np.uint64)
-            workers.run(run, len(self.parts))
-        self._gather()
-        return int(state[:, cpu_accumulate.STATE_PASSED].sum())
+            workers.run(run, self.threads)
+        self._gather(owners)
+        return int(self.state[:, layout.STATE_PASSED].sum())
 
-    def _gather(self) -> None:
-        """Move the parts' candidates together; their order is that of the index."""
-        self.count = 0
-        for part in range(len(self.parts)):
-            count = int(self.state[part, cpu_accumulate.STATE_COUNT])
-            first, to = part * self.room, self.count
-            if first != to:
-                self.indices[to : to + count] = self.indices[first : first + count]
-                self.values[to : to + count] = self.values[first : first + count]
-            self.count += count
+    def _gather(self, owners: list[int]) -> None:
+        """Put the threads' candidates together in the order of their indices."""
+        counts = self.state[:, layout.STATE_COUNT].tolist()
+        if sum(counts) > 2 * self.k + SLACK:  # never more than that twice over
+            counts = [self._tightened(thread, count) for thread, count in enumerate(counts)]
+        found = [
+            (indices[:count], values[:count])
+            for (indices, values), count in zip(self.buffers, counts, strict=True)
+        ]
+        if len(found) == 1:
+            ((self.indices, self.values),) = found
+            return
+        ends = [hi for _, hi in self.pieces]
+        upto = [np.searchsorted(indices, ends).tolist() for indices, _ in found]
+        begin = [0] * len(found)
+        slices = []
+        for piece, thread in enumerate(owners):
+            end = upto[thread][piece]
+            slices.append((thread, slice(begin[thread], end)))
+            begin[thread] = end
+        self.indices = np.concatenate([found[thread][0][part] for thread, part in slices])
+        self.values = np.concatenate([found[thread][1][part] for thread, part in slices])
+
+    def _tightened(self, thread: int, count: int) -> int:
+        """Leave a thread its k largest candidates at most; return their number."""
+        if count <= self.k:
+            return count
+        indices, values = self.buffers[thread]
+        cutoff, ties = loops.kth_largest(values.view(np.int32), 0, count, self.k)
+        loops.settle(self.residual, indices, values, count, cutoff, ties, indices, values)
+        return self.k
+
+    def give_all_back(self) -> None:
+        """Return every candidate to the residual, where there is a 0 in its place."""
+        loops.put(self.residual.view(np.int32), self.indices, self.values.view(np.int32))
 
     def gather_largest(self, key: int) -> tuple[int, bool]:
         """Collect candidates that include the k largest, from a first prediction on.
@@ -164,14 +225,6 @@ class _Accumulation:
             key, repaired = lower, True
         return passed, repaired
 
-    def give_all_back(self) -> None:
-        """Return every candidate to the residual, where there is a 0 in its place."""
-        cpu_sparse.put(
-            self.residual.view(np.int32),
-            self.indices[: self.count],
-            self.values.view(np.int32)[: self.count],
-        )
-
     def give_all_back_and_resample(self, key: int) -> int:
         """Return every candidate to the residual and predict anew from there."""
         self.give_all_back()
@@ -181,7 +234,7 @@ class _Accumulation:
         """Return the cutoff key that leaves k candidates, and how many ties with it to keep."""
         if self.count <= k or k == 0:
             return (0, 0) if k else (INFINITE, 0)
-        return cpu_select.kth_largest(self.values.view(np.int32), 0, self.count, k)
+        return loops.kth_largest(self.values.view(np.int32), 0, self.count, k)
 
     def settle(
         self, cutoff: int, ties: int, count: int, candidates: int, repaired: bool
@@ -189,7 +242,7 @@ class _Accumulation:
         """Output the `count` candidates above the cutoff, give the others back."""
         indices = torch.empty(count, dtype=torch.int32)
         values = torch.empty(count, dtype=torch.float32)
-        least = cpu_select.settle(
+        least = loops.settle(
             self.residual,
             self.indices,
             self.values,
@@ -227,16 +280,15 @@ def accumulate_gaussiank(flat: Tensor, residual: Tensor, k: int, scale: float) -
     passed, repaired = work.gather_largest(work.sampled_key(fresh=True))
 
     def least_key(cutoff: float) -> int:
-        with np.errstate(over="ignore"):
-            return _key(max(cutoff, 0.0)) + 1
+        return _key(max(cutoff, 0.0)) + 1
 
     def count_above(cutoff: float) -> int:
-        return cpu_select.count_from(work.values, work.count, least_key(cutoff))
+        return loops.count_from(work.values, work.count, least_key(cutoff))
 
     cutoff = None
     finite_count = flat.numel() - work.nonfinite
     if k > 0 and finite_count > 0:
-        total, squares = work.sums.sum(axis=0).tolist()
+        total, squares = work.sums.sum(axis=(0, 2)).tolist()
         mean = total / finite_count
         std = math.sqrt(max(0.0, squares / finite_count - mean * mean))
         cutoff = reference.gaussian_cutoff(mean, std, k, flat.numel(), count_above)
@@ -254,7 +306,7 @@ def accumulate_at(flat: Tensor, residual: Tensor, indices: Tensor, scale: float)
     work = _Accumulation(flat, residual, scale, 0)
     work.collect(INFINITE, fresh=True)
     values = torch.empty(indices.numel(), dtype=torch.float32)
-    cpu_accumulate.take(work.residual, indices.numpy(), work.poisoned, values.numpy())
+    loops.take(work.residual, indices.numpy(), work.poisoned, values.numpy())
     threshold = float(values.abs().min()) if values.numel() else 0.0
     return Selection(
         indices.clone(), values, work.nonfinite == 0, threshold, indices.numel(), False
@@ -265,7 +317,7 @@ def random_indices(numel: int, k: int, seed: int, device: torch.device) -> Tenso
     """See `ddl.kernels.random_indices`."""
     numbers = np.empty(k, np.int32)
     keys = np.array(reference.round_keys(seed), np.uint64)
-    cpu_sparse.permute(numel, reference.half_bits(numel), keys, numbers)
+    loops.permute(numel, reference.half_bits(numel), keys, numbers)
     numbers.sort()
     return torch.from_numpy(numbers)
 
@@ -278,7 +330,7 @@ def merge(
     indices = torch.empty(room, dtype=torch.int32)
     values = torch.empty(room, dtype=torch.float32)
     fate_a, fate_b = torch.empty_like(a_indices), torch.empty_like(b_indices)
-    count = cpu_sparse.join(
+    count = loops.join(
         a_indices.numpy(),
         a_values.detach().numpy(),
         b_indices.numpy(),
@@ -291,12 +343,12 @@ def merge(
     if k is None or k >= count:
         return Merged(indices[:count].clone(), values[:count].clone(), fate_a, fate_b)
     keys = np.empty(count, np.int32)
-    cpu_sparse.ranks(values.numpy(), count, keys)
+    loops.ranks(values.numpy(), count, keys)
     # Keys of non-finite sums are INFINITE: a cutoff above that keeps nothing.
-    cutoff, ties = cpu_select.kth_largest(keys, 0, count, k) if k else (INFINITE + 1, 0)
+    cutoff, ties = loops.kth_largest(keys, 0, count, k) if k else (INFINITE + 1, 0)
     kept_indices = torch.empty(k, dtype=torch.int32)
     kept_values = torch.empty(k, dtype=torch.float32)
-    cpu_sparse.keep(
+    loops.keep(
         indices.numpy(),
         values.numpy(),
         keys,
@@ -316,9 +368,9 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float) -> Non
     dense.zero_()
     entries = (values.detach() * scale).to(dense.dtype)
     bits = torch.int32 if dense.dtype == torch.float32 else torch.int16
-    cpu_sparse.put(dense.detach().view(bits).numpy(), indices.numpy(), entries.view(bits).numpy())
+    loops.put(dense.detach().view(bits).numpy(), indices.numpy(), entries.view(bits).numpy())
 
 
 def give_back(residual: Tensor, indices: Tensor, values: Tensor) -> None:
     """See `ddl.kernels.give_back`."""
-    cpu_sparse.add(residual.detach().numpy(), indices.numpy(), values.detach().numpy())
+    loops.add(residual.detach().numpy(), indices.numpy(), values.detach().numpy())

@@ -18,19 +18,25 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from ddl.kernels import cpu_layout as layout
+from ddl.kernels.cpu_layout import (
+    BFLOAT16,
+    STATE_COUNT,
+    STATE_LEAST,
+    STATE_NONFINITE,
+    STATE_PASSED,
+    STATE_POSITION,
+)
 from ddl.kernels.cpu_select import INFINITE, MASK, tighten
 from ddl.kernels.jit import inline, jit
 
 # Unsigned indices spare Numba's test for negative ones, which would keep loops from vectorising.
 # They must not be mixed with signed numbers, which Numba would turn into float64.
 U = np.uint64
-BLOCK = U(64)  # one word of the map of non-finite entries
-CHUNK = 1 << 16  # entries summed before they are added to others; parts begin at multiples of it
+BLOCK = U(layout.BLOCK)
+CHUNK = U(layout.CHUNK)
+LANES = U(layout.LANES)
 RUN = 4  # neighbours taken together by a sample
-
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # form of the gradient; both halves arrive as uint16
-STATE_POSITION, STATE_COUNT, STATE_LEAST, STATE_PASSED, STATE_NONFINITE = range(5)
-STATE_SIZE = 8
 
 
 def accumulate_block(flat, residual, position, size, scale, form, x, bits):
@@ -80,21 +86,22 @@ def largest_key(keys):
     return peak
 
 
-@jit("UniTuple(float64, 2)(float32[::1])", fastmath={"reassoc", "nsz"})
-def block_sums(x):
-    """Return the sum and the sum of squares of a block."""
-    total = 0.0
-    squares = 0.0
-    for j in range(BLOCK):
-        value = np.float64(x[j])
-        total += value
-        squares += value * value
-    return total, squares
+@jit("void(float32[::1], float64[:, ::1])")
+def add_block(x, lanes):
+    """Add a block to the sums and to the sums of squares of its chunk.
+
+    Lane by lane, in one fixed order, so that every implementation gets the same bits.
+    """
+    for i in range(U(0), BLOCK, LANES):
+        for j in range(LANES):
+            value = np.float64(x[i + j])
+            lanes[0, j] += value
+            lanes[1, j] += value * value
 
 
 _COLLECT = (
     "boolean({flat}[::1], float32[::1], int64, float32, int64, boolean, int64,"
-    " int32[::1], float32[::1], int64, int64, uint64[::1], float64[:, ::1], int64[::1])"
+    " int32[::1], float32[::1], int64, int64, uint64[::1], float64[:, :, ::1], int64[::1])"
 )
 
 
@@ -120,17 +127,18 @@ def collect(
     Args:
         flat: float32, or uint16 bits of `form`; not read unless fresh.
         residual: float32, read and written.
-        hi: end of this part.
+        hi: end of this piece.
         scale: factor of flat.
-        form: FLOAT32, BFLOAT16 or FLOAT16.
+        form: FLOAT32, BFLOAT16 or FLOAT16 of cpu_layout.
         fresh: x is scale * flat + residual; otherwise the residual itself.
         k: what a full buffer is tightened to.
-        indices: int32 candidates of all parts; this part's begin at `start`.
+        indices: int32 candidates of this thread, from `start` on.
         values: float32, likewise.
-        start: where this part's candidates begin.
-        room: how many fit; at least min(part, k + 1) + BLOCK.
+        start: where the candidates begin.
+        room: how many fit; at least min(numel, k + 1) + BLOCK.
         poisoned: uint64 [blocks], a bit for each non-finite x, or empty.
-        sums: float64 [chunks, 2], sums and sums of squares of finite x; empty: not wanted.
+        sums: float64 [chunks, 2, LANES], sums and sums of squares of finite x, by lane; empty:
+            not wanted.
         state: position, candidates, smallest key that is a candidate, entries that ever were
             candidates, non-finite entries; updated.
 
@@ -214,9 +222,7 @@ def collect(
             for j in range(BLOCK):
                 residual[position + j] = np.float32(0) if keys[j] & MASK >= least else x[j]
         if moments:
-            total, squares = block_sums(x)
-            sums[position // U(CHUNK), U(0)] += total
-            sums[position // U(CHUNK), U(1)] += squares
+            add_block(x, sums[position // CHUNK])
         position += size
     state[STATE_POSITION] = np.int64(position)
     state[STATE_COUNT] = np.int64(place - first)

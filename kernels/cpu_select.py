@@ -10,10 +10,11 @@ magnitudes, with infinity at `INFINITE` and every NaN above.
 
 import numpy as np
 
+from ddl.kernels import cpu_layout as layout
 from ddl.kernels.jit import jit
 
-MASK = np.int32(0x7FFFFFFF)
-INFINITE = np.int32(0x7F800000)
+MASK = np.int32(layout.MASK)
+INFINITE = np.int32(layout.INFINITE)
 
 
 @jit("UniTuple(int64, 2)(int32[::1], int64, int64, int64)")

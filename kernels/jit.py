@@ -30,7 +30,7 @@ except ImportError:  # not a POSIX system: processes may compile twice, which on
 
 log = logging.getLogger("ddl.kernels")
 
-SOURCES = ("jit.py", "cpu_accumulate.py", "cpu_select.py", "cpu_sparse.py")
+SOURCES = ("jit.py", "cpu_layout.py", "cpu_accumulate.py", "cpu_select.py", "cpu_sparse.py")
 LOCK_SECONDS = 600.0  # a compiling process takes about 20 s; after this it is taken for dead
 
 
@@ -60,7 +60,7 @@ def _probe() -> None:
 def cache_directory() -> Path | None:
     """Return the folder where Numba caches the kernels, None where it finds no writable one."""
     try:
-        path = Path(numba.njit(cache=True)(_probe).stats.cache_path)
+        path = Path(str(numba.njit(cache=True)(_probe).stats.cache_path))
         path.mkdir(parents=True, exist_ok=True)
     except (RuntimeError, OSError):
         return None
@@ -93,7 +93,7 @@ def _machine_digest() -> str:
 def compile_once() -> Iterator[None]:
     """Guard the import of the modules that compile, so that one process at most compiles."""
     folder = cache_directory()
-    if folder is None or numba.config.DISABLE_JIT:
+    if folder is None:
         yield
         return
     source = _source_digest()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,30 @@ import torch
 from torch import Tensor
 
 from ddl import kernels
-from ddl.kernels import cpu, reference, threads
+from ddl.kernels import cpu, native, numba_loops, reference, threads
+from ddl.kernels import cpu_layout as layout
 
-IMPLEMENTATIONS = ("reference", "cpu-1", "cpu-2", "cpu-3")
-COMPILED = IMPLEMENTATIONS[1:]
+
+def _loops() -> dict[str, Any]:
+    """Name every set of compiled loops that this installation and processor have."""
+    found: dict[str, Any] = {"numba": numba_loops}
+    path = native.find(Path(native.__file__).parent)
+    if path is not None:
+        library = native.open_library(path)
+        names = ("portable", "avx2", "avx512")
+        found |= {names[level]: native.Loops(library, level) for level in native.levels(library)}
+    return found
+
+
+LOOPS = _loops()
+BEST = list(LOOPS)[-1]
+# Every set of loops, the best one with several numbers of threads.
+COMPILED = (
+    *(f"{name}-{threads}" for name, threads in zip(LOOPS, (2, 3, 2, 3), strict=False)),
+    f"{BEST}-1",
+    f"{BEST}-2",
+)
+IMPLEMENTATIONS = ("reference", *COMPILED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -23,19 +44,23 @@ def using(implementation: str, small_buffers: bool = False) -> Iterator[None]:
 
     Args:
         implementation: one of IMPLEMENTATIONS.
-        small_buffers: cut small inputs into parts too, and leave so little room for candidates
+        small_buffers: cut small inputs into pieces too, and leave so little room for candidates
             and samples that short vectors go every way that long ones do. Not for sums, whose
-            parts must be whole chunks.
+            pieces must be whole chunks.
     """
     with pytest.MonkeyPatch.context() as patch:
         if implementation == "reference":
             patch.setattr(kernels, "_implementation", lambda device: reference)
         else:
-            patch.setattr(threads.workers, "_wanted", int(implementation.removeprefix("cpu-")))
+            name, count = implementation.split("-")
+            patch.setattr(cpu, "loops", LOOPS[name])
+            patch.setattr(threads.workers, "_wanted", int(count))
             patch.setattr(threads.workers, "_pool", None)
+            patch.setattr(threads, "INLINE_NUMEL", 1 << 18)  # threads for less long vectors
         if small_buffers:
             patch.setattr(threads, "INLINE_NUMEL", 0)
-            patch.setattr(cpu, "GRANULE", cpu.BLOCK)
+            patch.setattr(threads, "PIECE_NUMEL", layout.BLOCK)
+            patch.setattr(cpu, "GRANULE", layout.BLOCK)
             patch.setattr(cpu, "SLACK", 3)
             patch.setattr(cpu, "SAMPLE", 64)
         yield

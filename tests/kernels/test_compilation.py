@@ -1,4 +1,4 @@
-"""Kernels are compiled once per machine, and CUDA sources are found and compile."""
+"""Numba's kernels are compiled once per machine; CUDA sources are found and compile."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ print(sum(
 
 
 def start(cache: Path, program: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "DDL_NATIVE": "0"}
     return subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -55,7 +55,7 @@ import os, torch
 from ddl import kernels
 kernels.set_num_threads(2)
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
-flat, residual = torch.ones(300_000), torch.zeros(300_000)
+flat, residual = torch.ones(3_000_000), torch.zeros(3_000_000)
 def once():
     indices = kernels.accumulate_topk(flat, residual, 5).indices.tolist()
     residual.zero_()

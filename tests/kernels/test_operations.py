@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import (
+    BEST,
     COMPILED,
     COSTS,
     IMPLEMENTATIONS,
@@ -17,7 +18,7 @@ from kernel_cases import (
 
 from ddl import kernels
 
-# Around one block of 64, one vector of 8 or 16, and several parts of whole chunks.
+# Around one block of 64, one vector of 8 or 16, and several pieces of whole chunks.
 SIZES = (0, 1, 7, 8, 9, 63, 64, 65, 127, 1001, 300_001)
 CASES = [
     pytest.param(operation, dtype, id=f"{operation}-{str(dtype).removeprefix('torch.')}")
@@ -84,7 +85,7 @@ def test_many_python_threads_may_call_at_once() -> None:
         for operation in OPERATIONS
         if operation.name != "random_indices"
     ]
-    with using("cpu-1"):
+    with using(f"{BEST}-1"):
         expected = [operation.call(arguments) for operation, arguments in jobs]
     got: list = [None] * len(jobs)
     gate = threading.Barrier(len(jobs))
@@ -94,7 +95,7 @@ def test_many_python_threads_may_call_at_once() -> None:
         gate.wait()
         got[i] = operation.call(arguments)
 
-    with using("cpu-3"):
+    with using(f"{BEST}-3"):
         ranks = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
         for rank in ranks:
             rank.start()
