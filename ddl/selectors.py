@@ -7,6 +7,7 @@ ddl.kernels. A selector belongs to one bucket; its state only makes the next sel
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Protocol
 
 from torch import Tensor
@@ -53,12 +54,14 @@ class Prediction:
     """Next step's threshold: the last k-th magnitude, lowered until few enough candidates pass.
 
     Too few candidates cost a second pass over memory; too many only a longer settlement of O(k). So
-    the factor falls fast and rises slowly. The constants were chosen on drifting gradients of
-    layered scale: none but a hundredfold jump in scale then costs a second pass.
+    the factor falls fast and rises slowly. Counts near k scatter by sqrt(k), so small k get more
+    room. The constants were chosen on drifting gradients of layered scale: none but a hundredfold
+    jump in scale then costs a second pass.
     """
 
     FEWEST_CANDIDATES, STEP_DOWN, STEP_DOWN_AFTER_MISS = 1.15, 0.02, 0.05
     MOST_CANDIDATES, STEP_UP = 1.6, 0.003
+    LARGEST_REPORT = 1.9  # kernels report up to twice k
     LOWEST_FACTOR = 0.5
 
     def __init__(self) -> None:
@@ -75,11 +78,13 @@ class Prediction:
         """Take in the outcome of a selection of `k`."""
         if k == self._k:
             change = 0.0
+            ratio = selection.candidates / max(1, k)
+            scatter = 1 / math.sqrt(max(1, k))
             if selection.repaired:
                 change = -self.STEP_DOWN_AFTER_MISS
-            elif selection.candidates < self.FEWEST_CANDIDATES * k:
+            elif ratio < self.FEWEST_CANDIDATES + scatter:
                 change = -self.STEP_DOWN
-            elif selection.candidates > self.MOST_CANDIDATES * k:
+            elif ratio > min(self.LARGEST_REPORT, self.MOST_CANDIDATES + 2 * scatter):
                 change = self.STEP_UP
             self._factor = min(1.0, max(self.LOWEST_FACTOR, self._factor + change))
         self._k = k

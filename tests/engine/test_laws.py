@@ -92,8 +92,9 @@ def test_topk_stays_exact_while_its_prediction_goes_stale():
         assert torch.equal(packet.vector.values, accumulated[expected])
 
 
-def test_prediction_rarely_costs_a_second_pass():
-    residual, k = torch.zeros(20_000), 200
+@pytest.mark.parametrize("k", [20, 200, 2000])
+def test_prediction_rarely_costs_a_second_pass(k):
+    residual = torch.zeros(20_000)
     prediction, repairs = Prediction(), 0
     for flat in drifting_steps(torch.Generator().manual_seed(3), 200):
         selection = kernels.accumulate_topk(flat, residual, k, threshold=prediction.threshold(k))
