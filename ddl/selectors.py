@@ -55,8 +55,9 @@ class Prediction:
 
     Too few candidates cost a second pass over memory; too many only a longer settlement of O(k). So
     the factor falls fast and rises slowly. Counts near k scatter by sqrt(k), so small k get more
-    room. The constants were chosen on drifting gradients of layered scale: none but a hundredfold
-    jump in scale then costs a second pass.
+    room. After a miss the kernel is left to take a sample, which costs less than another miss. The
+    constants were chosen on drifting gradients of layered scale: none but a hundredfold jump in
+    scale then costs a second pass.
     """
 
     FEWEST_CANDIDATES, STEP_DOWN, STEP_DOWN_AFTER_MISS = 1.15, 0.02, 0.05
@@ -68,11 +69,14 @@ class Prediction:
         """Nothing known yet."""
         self._k = 0
         self._last = 0.0
+        self._missed = False
         self._factor = 0.95
 
     def threshold(self, k: int) -> float | None:
         """The prediction for `k`, or None if there is no basis for one."""
-        return self._last * self._factor if k == self._k and self._last > 0 else None
+        if k != self._k or self._missed or self._last == 0:
+            return None
+        return self._last * self._factor
 
     def learn(self, k: int, selection: kernels.Selection) -> None:
         """Take in the outcome of a selection of `k`."""
@@ -88,6 +92,7 @@ class Prediction:
                 change = self.STEP_UP
             self._factor = min(1.0, max(self.LOWEST_FACTOR, self._factor + change))
         self._k = k
+        self._missed = selection.repaired
         self._last = selection.threshold
 
 
