@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ddl.errors import GradientError
 from ddl.sparse import LARGEST_NUMEL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,8 +53,18 @@ class Bucket:
 
         Autograd allocates a new tensor after `zero_grad(set_to_none=True)`. A parameter without a
         gradient counts as one whose gradient is zero.
+
+        Raises:
+            GradientError: the parameter was moved or converted since the bucket was made.
         """
         parameter, view = self.members[place].parameter, self._views[place]
+        # model.to() converts parameters and gradients in place, and takes views out of `flat`.
+        if parameter.dtype != self.flat.dtype or parameter.device != self.flat.device:
+            raise GradientError(
+                f"parameter {self.members[place].name!r} is {parameter.dtype} on "
+                f"{parameter.device}, expected {self.flat.dtype} on {self.flat.device} as when it "
+                "was wrapped; call model.to() before ddl.DistributedOptimizer()"
+            )
         grad = parameter.grad
         if grad is view:
             return

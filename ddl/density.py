@@ -11,7 +11,9 @@ def check_density(density: float) -> float:
     Raises:
         ValueError: it does not lie in (0, 1].
     """
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, (int, float)):
+        raise ValueError(f"density must be a number in (0, 1], got {density!r}")
+    if not 0 < density <= 1:
         raise ValueError(
             f"density must lie in (0, 1], got {density!r}; it is the fraction of entries kept, "
             "such as 0.001, not a percentage"
@@ -38,8 +40,13 @@ class DensityWarmup:
         """Check every density.
 
         Raises:
-            ValueError: one does not lie in (0, 1].
+            ValueError: not a tuple of numbers in (0, 1].
         """
+        if not isinstance(self.densities, (tuple, list)):
+            raise ValueError(
+                f"densities must be a tuple of numbers in (0, 1], got {self.densities!r}"
+            )
+        object.__setattr__(self, "densities", tuple(self.densities))
         for density in self.densities:
             check_density(density)
 

@@ -101,8 +101,17 @@ class DistributedOptimizer(Optimizer):
         if optimizer is self:
             logger.warning("the optimizer is distributed already; its first settings stay")
             return
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; the "
+                "model's named_parameters() come second"
+            )
         kind = make_compressor(compressor, collective)
         check_density(density)
+        if density_warmup is not None and not isinstance(density_warmup, DensityWarmup):
+            raise ValueError(
+                f"density_warmup must be a ddl.DensityWarmup or None, got {density_warmup!r}"
+            )
         if unused_parameters not in UNUSED_PARAMETERS:
             raise ValueError(
                 f"unused_parameters must be one of {', '.join(UNUSED_PARAMETERS)}, got "
@@ -125,6 +134,7 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)  # for torch's own hooks
         self._inner = optimizer
         self.compressor = kind
+        self._rank = comm.rank
         self._target_density = density
         self._warmup = density_warmup
         self._synchronized = False
@@ -252,10 +262,14 @@ class DistributedOptimizer(Optimizer):
             As `synchronize`.
         """
         if closure is None:
-            return self._wrapped.step() if self._gradients_usable() else None
+            if not self._gradients_usable():
+                return None
+            self._reducer.taken += 1
+            return self._wrapped.step()
         first = self._evaluate(closure)
         if not self._gradients_usable():
             return first
+        self._reducer.taken += 1
         evaluated = [first]  # what optimizers get that evaluate but once
         return self._wrapped.step(lambda: evaluated.pop() if evaluated else self._evaluate(closure))
 
@@ -272,7 +286,8 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = False
         if not self._finite:
             self.skipped_steps += 1
-            logger.warning(
+            logger.log(
+                logging.WARNING if self._rank == 0 else logging.DEBUG,
                 "step %d skipped on every rank: a gradient was not finite (%d skipped so far)",
                 self._reducer.step - 1,
                 self.skipped_steps,
@@ -337,7 +352,13 @@ def _named(
     owned = {id(member.parameter): member for member in _owned(optimizer)}
     if named_parameters is None:
         return list(owned.values())
-    pairs = list(named_parameters)
+    try:
+        pairs = [(str(name), parameter) for name, parameter in named_parameters]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            "named_parameters must be pairs of name and parameter, got something else; pass "
+            "model.named_parameters()"
+        ) from error
     counts = Counter(name for name, _ in pairs)
     for name, count in counts.items():
         if count > 1:

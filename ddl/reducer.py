@@ -74,6 +74,7 @@ class Reducer:
     Attributes:
         density: fraction of entries to keep; the same on every rank; change it between steps.
         step: aggregations so far.
+        taken: steps that the optimizer has taken; it counts them.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class Reducer:
         """
         self.density = density
         self.step = 0
+        self.taken = 0
+        self._discarded = 0
         self._config = config
         self._comm = comm.duplicate()  # the worker thread's
         self._control = comm.duplicate()  # the caller's
@@ -219,8 +222,8 @@ class Reducer:
                 raise GradientError(
                     f"parameter {bucket.members[place].name!r} got another gradient in step "
                     f"{self.step} on rank {self._comm.rank}, expected {expected} before "
-                    "optimizer.step() or optimizer.zero_grad(); pass backward_passes_per_step= "
-                    "the number of backward passes per step"
+                    "optimizer.step() or optimizer.zero_grad(); call step(), or pass "
+                    "backward_passes_per_step= the number of backward passes per step"
                 )
             bucket.absorb(place)
             passes[place] += 1
@@ -240,7 +243,10 @@ class Reducer:
 
     def _launch(self, index: int) -> None:
         bucket, begin, comm = self._buckets[index], self._aggregators[index].begin, self._comm
-        label = (self.step * len(self._buckets) + index) % (LARGEST_LABEL + 1)
+        # What ranks must have in common, so that one that left out a step is found out. The primes
+        # keep one count from making up for another.
+        history = self.step + 101 * self._discarded + 1009 * self.taken
+        label = (history * len(self._buckets) + index) % (LARGEST_LABEL + 1)
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
@@ -272,6 +278,12 @@ class Reducer:
             for member, count in zip(bucket.members, passes, strict=True)
             if count == 0 and member.parameter.requires_grad
         ]
+        if missing and self.idle:
+            raise GradientError(
+                f"no parameter got a gradient in step {self.step} on rank {self._comm.rank}, "
+                "expected a backward() before each optimizer.step(); or pass "
+                'unused_parameters="zero"'
+            )
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise GradientError(
@@ -330,8 +342,7 @@ class Reducer:
         ):
             self._wait_for(launch, bucket)
             aggregator.discard(bucket.flat)
-        if launched:
-            self.step += 1  # so that messages of what comes next carry other labels
+        self._discarded += bool(launched)
         self._start_step()
 
     @property

@@ -60,8 +60,14 @@ def allreduce_mean(tensor: Tensor) -> Tensor:
     """The average of a tensor over ranks, as a new tensor, bit-identical everywhere. Collective.
 
     Args:
-        tensor: floating point; same shape and dtype on every rank.
+        tensor: floating point; same shape and dtype on every rank; unchanged.
+
+    Raises:
+        ValueError: not a tensor of floating-point numbers.
     """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"expected a tensor of floating-point numbers, got {what}; use .float()")
     comm = communicator()
     average = tensor.detach().clone(memory_format=torch.contiguous_format) / comm.size
     dense.all_reduce_(comm, average)

@@ -60,6 +60,7 @@ def init(backend: str = "auto", *, timeout: float | None = None) -> Communicator
         comm = MPICommunicator.world(
             settings.stall_shutdown_seconds if timeout is None else timeout
         )
+        _check_launcher(os.environ, comm.size)
         if comm.size > 1:
             _abort_on_uncaught_exception(comm)
     else:
@@ -108,6 +109,12 @@ def local_size() -> int:
 def _detect(environ: Mapping[str, str]) -> str:
     if any(name in environ for name in MPI_VARIABLES):
         return "mpi"
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun, not by sbatch
+    if tasks != "1":
+        raise DDLError(
+            f"srun started {tasks} tasks without MPI, expected its MPI support; use "
+            "srun --mpi=pmi2, or srun --mpi=pmix with an MPI built for it"
+        )
     workers = environ.get("WORLD_SIZE", "1")
     if "RANK" in environ and workers != "1":
         raise DDLError(
@@ -115,6 +122,16 @@ def _detect(environ: Mapping[str, str]) -> str:
             f"use mpirun -np {workers} python {sys.argv[0]}"
         )
     return "single"
+
+
+def _check_launcher(environ: Mapping[str, str], size: int) -> None:
+    """Refuse an MPI that does not see the processes its launcher started."""
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if name in environ and environ[name] != str(size):
+            raise DDLError(
+                f"the launcher started {environ[name]} processes ({name}), MPI sees {size}: mpirun "
+                "belongs to another MPI than mpi4py; use the mpirun of the same installation"
+            )
 
 
 def _abort_on_uncaught_exception(comm: Communicator) -> None:

@@ -154,6 +154,11 @@ def _check_together(args: argparse.Namespace) -> None:
                 f"{flag} with --dataset {args.dataset}, expected imagefolder; "
                 f"add --dataset imagefolder or leave {flag} out"
             )
+    if args.data_dir and args.dataset not in ("fashion-mnist", "cifar10"):
+        raise BadInput(
+            f"--data-dir with --dataset {args.dataset}, expected fashion-mnist or cifar10; "
+            "leave --data-dir out"
+        )
     if args.download and args.dataset != "cifar10":
         raise BadInput(
             f"--download with --dataset {args.dataset}, expected cifar10; leave --download out"

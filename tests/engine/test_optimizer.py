@@ -519,6 +519,54 @@ def test_ranks_out_of_step_are_told_instead_of_mixing_gradients():
         threads.run(2, work, timeout=5)
 
 
+@pytest.mark.parametrize("synchronize", [False, True])
+def test_a_rank_that_leaves_out_a_step_is_told(synchronize):
+    def work(comm):
+        model = make_model()
+        optimizer = wrap(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            if synchronize:
+                optimizer.synchronize()
+            if comm.rank == 0 or step != 1:
+                optimizer.step()
+
+    with pytest.raises(ddl.CommunicationError, match="the ranks are out of step"):
+        threads.run(2, work, timeout=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_converted_after_wrapping_is_refused(dtype):
+    model = make_model()
+    optimizer = wrap(model, comm=SingleCommunicator())
+    model.to(dtype)
+    with pytest.raises(
+        ddl.GradientError, match=r"expected torch.float32.*call model.to\(\) before"
+    ):
+        model(batch(0, 0)[0].to(dtype)).sum().backward()
+    optimizer.close()
+
+
+def test_a_step_without_a_backward_pass_says_so():
+    optimizer = wrap(make_model(), comm=SingleCommunicator())
+    with pytest.raises(ddl.GradientError, match=r"expected a backward\(\) before each"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: ddl.DistributedOptimizer(sgd(m), m.parameters(), comm=SingleCommunicator()),
+        lambda m: ddl.DistributedOptimizer(sgd(m), m, comm=SingleCommunicator()),
+        lambda m: ddl.DistributedOptimizer(m.named_parameters(), sgd(m), comm=SingleCommunicator()),
+    ],
+)
+def test_arguments_in_the_wrong_place_name_the_right_ones(make):
+    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
+        make(make_model())
+
+
 def test_ranks_with_different_warmups_are_told_apart():
     def work(comm):
         wrap(make_model(), density_warmup=ddl.DensityWarmup((0.5, 0.1 * (comm.rank + 1))))
@@ -736,7 +784,9 @@ def test_ranks_with_different_models_or_settings_are_told_apart_at_the_start():
         ({"density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
         ({"density": 1.5}, "not a percentage"),
         ({"density": float("nan")}, r"density must lie in \(0, 1\], got nan"),
-        ({"density": True}, r"density must lie in \(0, 1\], got True"),
+        ({"density": True}, r"density must be a number in \(0, 1\], got True"),
+        ({"density": "0.1"}, r"density must be a number in \(0, 1\], got '0.1'"),
+        ({"density_warmup": 4}, r"density_warmup must be a ddl.DensityWarmup or None, got 4"),
         ({"collective": "star"}, "collective must be one of tree, butterfly, got 'star'"),
         ({"compressor": "topk", "collective": "tree"}, "'topk' has no choice of collective"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1, got 0"),

@@ -113,6 +113,22 @@ def test_an_mpi_without_thread_support_is_refused_with_a_cure(tmp_path):
     assert "MPI gives MPI_THREAD_SERIALIZED, expected MPI_THREAD_MULTIPLE" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            "the launcher started 2 processes (OMPI_COMM_WORLD_SIZE), MPI sees 1",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun started 2 tasks without MPI"),
+    ],
+)
+def test_a_launcher_that_does_not_fit_is_refused(tmp_path, variables, message):
+    done = python("import ddl; ddl.init()", tmp_path, **variables)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
 def test_torchrun_is_told_to_use_mpirun_instead_of_training_apart(tmp_path):
     done = python("import ddl; ddl.init()", tmp_path, RANK="0", WORLD_SIZE="4")
     assert done.returncode != 0
