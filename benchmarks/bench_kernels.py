@@ -249,6 +249,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(op, device, dtype, numel, density, distribution, threads, prediction)
 
 
+PLOT_FORMATS = (".png", ".pdf", ".svg")
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
@@ -285,6 +288,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--steps measures {', '.join(SELECTING)} only")
     if options.drift and not options.steps:
         parser.error("--drift needs --steps")
+    if "cuda" in options.device and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch finds none; use --device cpu")
+    for flag, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if options.plot is not None and options.plot.suffix not in PLOT_FORMATS:
+        parser.error(f"--plot {options.plot}, expected a name in {', '.join(PLOT_FORMATS)}")
     return options
 
 

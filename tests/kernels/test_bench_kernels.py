@@ -96,6 +96,8 @@ def test_steps_that_drift(bench: Callable[..., None], op: str, tmp_path: Path) -
         (("--density", "1.5"), "fraction of entries kept"),
         (("--op", "merge", "--steps", "3"), "--steps measures"),
         (("--numel", "0"), "--numel must be at least 1"),
+        (("--json", "/nowhere/rows.jsonl"), "there is no folder /nowhere"),
+        (("--plot", "chart.xyz"), "expected a name in .png, .pdf, .svg"),
     ],
 )
 def test_bad_flags_are_refused(
