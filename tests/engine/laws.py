@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -232,5 +232,3 @@ LAWS: list[Callable[[Communicator, Case], None]] = [
     a_discarded_gradient_leaves_no_trace,
     an_average_that_overflows_costs_one_step,
 ]
-
-__all__ = ["LAWS", "Case", "cases", "replace"]
