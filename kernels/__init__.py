@@ -1,28 +1,32 @@
 """The operations of sparse gradients: select from what was accumulated, merge, scatter, give back.
 
 One public function per operation. It checks its arguments, picks the implementation for the
-tensors' device and calls it: Numba on the CPU, plain torch elsewhere. All implementations give the
-same bits. Tensors are 1-D and contiguous; indices are int32, values float32.
+tensors' device and calls it: compiled loops on the CPU, CUDA kernels where CuPy finds the device,
+plain torch elsewhere. All implementations give the same bits. Tensors are 1-D and contiguous;
+indices are int32, values float32.
 
 Importing this package compiles nothing. The first operation on a CPU tensor compiles the kernels
 and caches them on disk; of many processes that start together one compiles and the others wait.
 """
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddl.kernels import checks, reference
+from ddl.kernels.cuda import CudaOperations
 from ddl.kernels.results import Merged, Selection
 from ddl.kernels.threads import workers
 
 __all__ = [
+    "CudaOperations",
     "Merged",
     "Selection",
     "accumulate_at",
     "accumulate_gaussiank",
     "accumulate_topk",
+    "device_operations",
     "get_num_threads",
     "give_back",
     "merge",
@@ -33,12 +37,27 @@ __all__ = [
 ]
 
 
-def _implementation(device: torch.device) -> ModuleType:
+def _implementation(device: torch.device) -> Any:
+    """Return what has the operations for a device: a module or `CudaOperations`."""
     if device.type != "cpu":
-        return reference
+        return device_operations(device) or reference
     from ddl.kernels import cpu  # compiles, or loads from the cache
 
     return cpu
+
+
+def device_operations(device: torch.device) -> CudaOperations | None:
+    """Return the CUDA kernels of a device, for those who keep results on it.
+
+    Returns:
+        None on the CPU, and where CuPy does not find the device.
+    """
+    if device.type != "cuda":
+        return None
+    from ddl.kernels import nvrtc  # looks for CuPy
+
+    driver = nvrtc.driver_for(device)
+    return None if driver is None else CudaOperations(driver)
 
 
 def accumulate_topk(

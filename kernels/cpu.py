@@ -15,9 +15,7 @@ An exact selection in one pass:
 4. Find the exact k-th key among the candidates and give the others back to the residual.
 """
 
-import ctypes
 import math
-import struct
 from collections import deque
 from typing import Any
 
@@ -27,7 +25,8 @@ from torch import Tensor
 
 from ddl.kernels import cpu_layout as layout
 from ddl.kernels import native, reference
-from ddl.kernels.cpu_layout import BLOCK, INFINITE
+from ddl.kernels.cpu_layout import BLOCK
+from ddl.kernels.keys import INFINITE, key_of, magnitude_of
 from ddl.kernels.results import Merged, Selection
 from ddl.kernels.threads import split, workers
 
@@ -54,15 +53,6 @@ _FORMS = {
     torch.bfloat16: layout.BFLOAT16,
     torch.float16: layout.FLOAT16,
 }
-
-
-def _key(magnitude: float) -> int:
-    """Return the bits of a non-negative float32 magnitude, which order like the magnitude."""
-    return struct.unpack("=i", struct.pack("=f", ctypes.c_float(magnitude).value))[0]
-
-
-def _magnitude(key: int) -> float:
-    return struct.unpack("=f", struct.pack("=i", key))[0]
 
 
 class _Accumulation:
@@ -253,7 +243,7 @@ class _Accumulation:
             values.numpy(),
         )
         return Selection(
-            indices, values, self.nonfinite == 0, _magnitude(least), candidates, repaired
+            indices, values, self.nonfinite == 0, magnitude_of(least), candidates, repaired
         )
 
 
@@ -262,7 +252,7 @@ def accumulate_topk(
 ) -> Selection:
     """See `ddl.kernels.accumulate_topk`."""
     work = _Accumulation(flat, residual, scale, k)
-    key = _key(threshold) if threshold > 0 and k > 0 else work.sampled_key(fresh=True)
+    key = key_of(threshold) if threshold > 0 and k > 0 else work.sampled_key(fresh=True)
     passed, repaired = work.gather_largest(key)
     cutoff, ties = work.kth(k)
     count = min(work.count, k)
@@ -280,7 +270,7 @@ def accumulate_gaussiank(flat: Tensor, residual: Tensor, k: int, scale: float) -
     passed, repaired = work.gather_largest(work.sampled_key(fresh=True))
 
     def least_key(cutoff: float) -> int:
-        return _key(max(cutoff, 0.0)) + 1
+        return key_of(max(cutoff, 0.0)) + 1
 
     def count_above(cutoff: float) -> int:
         return loops.count_from(work.values, work.count, least_key(cutoff))

@@ -10,6 +10,3 @@ LANES = 16  # partial sums of a chunk, and as many of its squares
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # form of the gradient; both halves arrive as uint16
 STATE_POSITION, STATE_COUNT, STATE_LEAST, STATE_PASSED, STATE_NONFINITE = range(5)
 STATE_SIZE = 8
-
-MASK = 0x7FFFFFFF  # a float32's bits without the sign: the key that orders magnitudes
-INFINITE = 0x7F800000  # key of infinity; every NaN lies above

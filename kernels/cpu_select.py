@@ -10,11 +10,11 @@ magnitudes, with infinity at `INFINITE` and every NaN above.
 
 import numpy as np
 
-from ddl.kernels import cpu_layout as layout
+from ddl.kernels import keys as key_bits
 from ddl.kernels.jit import jit
 
-MASK = np.int32(layout.MASK)
-INFINITE = np.int32(layout.INFINITE)
+MASK = np.int32(key_bits.MASK)
+INFINITE = np.int32(key_bits.INFINITE)
 
 
 @jit("UniTuple(int64, 2)(int32[::1], int64, int64, int64)")

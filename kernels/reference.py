@@ -60,6 +60,11 @@ def accumulate_topk(
     return _take(x, finite, residual, chosen, min(passed, 2 * k))
 
 
+def gaussian_quantile(k: int, numel: int) -> float:
+    """Return ppf(1 - density / 2): of a standard normal, k of numel magnitudes exceed it."""
+    return NormalDist().inv_cdf(1.0 - k / numel / 2.0)
+
+
 def gaussian_cutoff(
     mean: float, std: float, k: int, numel: int, count_above: Callable[[float], int]
 ) -> float | None:
@@ -76,7 +81,7 @@ def gaussian_cutoff(
         count_above: number of non-zero magnitudes greater than its argument; any number above
             4k/3 will do where there are more.
     """
-    cutoff = mean + std * NormalDist().inv_cdf(1.0 - k / numel / 2.0)
+    cutoff = mean + std * gaussian_quantile(k, numel)
     for _ in range(3):
         count = count_above(cutoff)
         if 3 * count < 2 * k:

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulator.emulated import EmulatedDriver
 from torch import Tensor
 
 from ddl import kernels
-from ddl.kernels import cpu, native, numba_loops, reference, threads
+from ddl.kernels import CudaOperations, cpu, cuda_selection, native, numba_loops, reference, threads
 from ddl.kernels import cpu_layout as layout
 
 
@@ -29,13 +31,22 @@ def _loops() -> dict[str, Any]:
 LOOPS = _loops()
 BEST = list(LOOPS)[-1]
 # Every set of loops, the best one with several numbers of threads.
-COMPILED = (
+CPU = (
     *(f"{name}-{threads}" for name, threads in zip(LOOPS, (2, 3, 2, 3), strict=False)),
     f"{BEST}-1",
     f"{BEST}-2",
 )
+# The CUDA kernels, on an emulated device whose threads and blocks run in an order of their own at
+# every launch.
+COMPILED = (*CPU, "emulated")
 IMPLEMENTATIONS = ("reference", *COMPILED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def emulated(seed: int = 0) -> CudaOperations:
+    """The CUDA operations on an emulated device of a few multiprocessors."""
+    return CudaOperations(EmulatedDriver(seed))
 
 
 @contextmanager
@@ -43,7 +54,7 @@ def using(implementation: str, small_buffers: bool = False) -> Iterator[None]:
     """Route the public functions to one implementation, on so many threads.
 
     Args:
-        implementation: one of IMPLEMENTATIONS.
+        implementation: one of IMPLEMENTATIONS, or "emulated" and a seed.
         small_buffers: cut small inputs into pieces too, and leave so little room for candidates
             and samples that short vectors go every way that long ones do. Not for sums, whose
             pieces must be whole chunks.
@@ -51,6 +62,13 @@ def using(implementation: str, small_buffers: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if implementation == "reference":
             patch.setattr(kernels, "_implementation", lambda device: reference)
+        elif implementation.startswith("emulated"):
+            operations = emulated(int(implementation.removeprefix("emulated") or 0))
+            patch.setattr(kernels, "_implementation", lambda device: operations)
+            if small_buffers:
+                patch.setattr(cuda_selection, "SLACK", 3)
+                patch.setattr(cuda_selection, "SAMPLE", 64)
+            small_buffers = False
         else:
             name, count = implementation.split("-")
             patch.setattr(cpu, "loops", LOOPS[name])

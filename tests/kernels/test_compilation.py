@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compile_matrix
 import pytest
 
-from ddl.kernels import nvrtc
+from ddl.kernels import nvrtc, sources
+from ddl.kernels.compiler import Compiler, compiler
 
 COUNT_COMPILATIONS = """
 from ddl import kernels
@@ -81,16 +83,88 @@ def test_cuda_sources_are_found() -> None:
         nvrtc.source("../setup.py")
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
-def test_cuda_sources_compile_without_warnings(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def using() -> Compiler:
+    """NVRTC. In CI there must be one."""
+    try:
+        return compiler()
+    except RuntimeError as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(str(error).partition(" (")[0])
+
+
+def test_every_kernel_compiles_for_every_architecture_and_stays_in_registers(
+    using: Compiler,
+) -> None:
+    rows = compile_matrix.compile_all(sources.names(".cu"), using)
+    print(f"\n{using}\n{compile_matrix.table(rows)}")
+    local = [str(row) for row in rows if row.stack or row.spilled]
+    assert not local, "local memory is used:\n" + "\n".join(local)
+
+
+# What must be noticed: an array whose index is known at run time only, and more live values than
+# __launch_bounds__ leaves registers for.
+ARRAY = """
+extern "C" __global__ void good(float *x) { x[threadIdx.x] += 1.0f; }
+extern "C" __global__ void bad(float *x, int at) {
+    float own[64];
+    for (int i = 0; i < 64; ++i) own[(i * at) & 63] = x[i];
+    x[at] = own[at & 63];
+}
+"""
+SPILL = """
+extern "C" __global__ void good(float *x) { x[threadIdx.x] += 1.0f; }
+extern "C" __global__ void __launch_bounds__(1024) bad(float *x, int rounds) {
+    float own[96]; // a block of 1024 leaves a thread 64 registers
+#pragma unroll
+    for (int i = 0; i < 96; ++i) own[i] = x[i * 1024 + threadIdx.x];
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round)
+#pragma unroll
+        for (int i = 0; i < 96; ++i) own[i] *= own[95 - i];
+#pragma unroll
+    for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = own[i];
+}
+"""
+
+
+@pytest.mark.parametrize(("text", "spills"), [(ARRAY, False), (SPILL, True)])
+@pytest.mark.parametrize("target", ["sm_75", "sm_90", "sm_120"])
+def test_local_memory_would_be_noticed(
+    text: str, spills: bool, target: str, using: Compiler
+) -> None:
+    compiled = using.compile_text("bad.cu", text, target, compile_matrix.REPORT)
+    bad, good = compile_matrix.usage("bad.cu", target, compiled.code, compiled.log)
+    assert (bad.kernel, good.kernel) == ("bad", "good")
+    assert bad.stack > 0
+    assert (bad.spilled > 0) == spills
+    assert good.stack == good.spilled == 0
+    assert 0 < good.registers < bad.registers
+
+
+def test_a_report_that_is_not_understood_is_no_proof(using: Compiler) -> None:
+    compiled = using.compile("scatter.cu", "sm_90", compile_matrix.REPORT)
+    for log in ("", compiled.log.replace("registers", "Register"), compiled.log[:300]):
+        with pytest.raises(ValueError, match=r"did not report on every kernel of scatter\.cu"):
+            compile_matrix.usage("scatter.cu", "sm_90", compiled.code, log)
+
+
+@pytest.mark.parametrize("name", sources.names(".cu"))
+def test_nvcc_has_no_warnings(name: str, tmp_path: Path) -> None:
+    """A second front end; other than NVRTC it also compiles for the host."""
+    if shutil.which("nvcc") is None and "CI" not in os.environ:
+        pytest.skip("nvcc is not on the PATH")
     listed = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True)
-    supported = {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
-    targets = sorted(supported & set(listed.stdout.split()))
+    wanted = {f"sm_{architecture}" for architecture in compile_matrix.ARCHITECTURES}
+    targets = sorted(wanted & set(listed.stdout.split()))
     assert targets
-    for path in nvrtc.source_directory().glob("*.cu"):
-        command = ["nvcc", "-std=c++17", "-fatbin", "-Werror", "all-warnings", "--threads", "2"]
-        for code in targets:
-            command += ["-gencode", f"arch={code.replace('sm', 'compute')},code={code}"]
-        command += ["-o", str(tmp_path / "out.fatbin"), str(path)]
-        compiled = subprocess.run(command, capture_output=True, text=True)
-        assert compiled.returncode == 0, compiled.stderr
+    # Its front end warns alike for all; the assembler of each was NVRTC's part.
+    command = ["nvcc", *sources.OPTIONS, "-ptx", "-Werror", "all-warnings"]
+    for target in (targets[0], targets[-1]):
+        arch = f"-arch={target.replace('sm', 'compute')}"
+        path = str(sources.source_directory() / name)
+        done = subprocess.run(
+            [*command, arch, "-o", str(tmp_path / "out.ptx"), path], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
