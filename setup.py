@@ -21,6 +21,8 @@ native = Extension(
     optional=True,
 )
 
+LINUX = "sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'"
+
 setup(
     name="ddl",
     version="0.1.0",
@@ -56,6 +58,9 @@ setup(
             "scikit-learn",
             "tensorboard",
             "matplotlib",
+            # Neither needs a GPU: NVRTC compiles, and CuPy shows its names.
+            f"nvidia-cuda-nvrtc; {LINUX}",
+            f"cupy-cuda13x>=14; {LINUX} and python_version < '3.15'",
         ],
     },
 )

@@ -6,7 +6,7 @@ the kernel and the rival take turns, so that noise meets all three alike:
 
 * floor_ms: `residual.add_(gradient)` in float32 with as many threads, which moves the same bytes
   (on a CUDA device a copy, scaled to the same bytes; for merge the merge that keeps everything;
-  for scatter the zeroing).
+  for scatter the zeroing). roof_percent: of the rate of the floor, what the kernel reached.
 * rival_ms: the composition of torch's operations in bench_rivals.py.
 * slow_path_rate: how often the predicted threshold was too high, so that a second pass over the
   residual was needed. `--prediction last` predicts as training does, from the step before;
@@ -15,7 +15,8 @@ the kernel and the rival take turns, so that noise meets all three alike:
 A residual is put back before each call, and a pause lets torch's OpenMP threads, which go on
 spinning for some milliseconds after an operation, leave the cores to whoever is timed. With
 `--steps` nothing is put back: gradients follow each other as in training, with error feedback, and
-with `--drift` their scale drifts.
+with `--drift` their scale drifts. On a GPU what is timed lies between two events, with cleared
+caches, and waits for nothing (see bench_timing.py).
 
     # what a bucket of 25.6 million entries costs, on one thread and on two
     python benchmarks/bench_kernels.py --threads 1 2 --density 0.001 0.01 --prediction last none
@@ -25,6 +26,8 @@ with `--drift` their scale drifts.
     python benchmarks/bench_kernels.py --numel 100000 1000000 10000000 100000000 --plot out.png
     # 200 steps
     python benchmarks/bench_kernels.py --steps 200 --drift --prediction last none
+    # on a GPU, a bucket of 1 GiB
+    python benchmarks/bench_kernels.py --device cuda --numel 268435456 --dtype float32 bfloat16
     # how many entries the published rules select
     python benchmarks/bench_kernels.py --op dgc published_gaussiank accumulate_gaussiank \
         --distribution all
@@ -37,46 +40,25 @@ import json
 import math
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import bench_report
+import bench_select
 import torch
 from bench_gradients import DISTRIBUTIONS, Sequence
-from bench_operations import (
-    DTYPES,
-    OPERATIONS,
-    PREDICTED,
-    SELECTING,
-    Case,
-    Measured,
-    Outcome,
-    TopK,
-)
-from bench_rivals import add, composition, dgc, gaussiank
+from bench_operations import OPERATIONS, PREDICTED, SELECTING, Measured
+from bench_rivals import add, composition
+from bench_select import DTYPES, Case, Outcome, Select, device_operations
+from bench_timing import timer
 
 from ddl import kernels
 
 RIVAL_REPEATS = 5  # a rival takes many times as long, and its noise matters less
-PAUSE_SECONDS = 0.01  # libgomp's threads spin for about 4 ms before they sleep
 
 
-def milliseconds(call: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Time one call, until its work on the device is done."""
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-    elif torch.get_num_threads() > 1:
-        time.sleep(PAUSE_SECONDS)
-    start = time.perf_counter()
-    result = call()
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3, result
-
-
-def machine() -> dict[str, Any]:
+def machine(devices: list[str]) -> dict[str, Any]:
     """Versions and hardware, for every row."""
     name = platform.processor() or platform.machine()
     try:
@@ -88,7 +70,9 @@ def machine() -> dict[str, Any]:
         numba: str | None = importlib.metadata.version("numba")
     except importlib.metadata.PackageNotFoundError:
         numba = None
-    return {"loops": _loops(), "torch": torch.__version__, "numba": numba, "cpu": name}
+    about = {"loops": _loops(), "torch": torch.__version__, "numba": numba, "cpu": name}
+    gpus = [torch.cuda.get_device_name(device) for device in devices if device != "cpu"]
+    return about | ({"gpu": " and ".join(gpus), "cuda": torch.version.cuda} if gpus else {})
 
 
 def _loops() -> str:
@@ -129,6 +113,7 @@ def summary(
         "p80_ms": high,
         "floor_ms": floor,
         "ratio_to_floor": median / floor if floor else None,
+        "roof_percent": 100.0 * floor / median if floor and more["bytes_per_element"] else None,
         "ns_per_element": median * 1e6 / case.numel,
         "rival_ms": rival,
         "speedup": rival / median if rival else None,
@@ -145,6 +130,7 @@ def measure(case: Case, repeats: int, with_rival: bool) -> dict[str, Any]:
     """Let floor, kernel and rival take turns."""
     measured: Measured = OPERATIONS[case.op](case)
     measured.check()
+    milliseconds = timer(case.device)
     times: list[float] = []
     floors: list[float] = []
     rivals: list[float] = []
@@ -154,9 +140,10 @@ def measure(case: Case, repeats: int, with_rival: bool) -> dict[str, Any]:
         took_floor = math.nan
         if measured.floor:
             measured.reset()
-            took_floor, _ = milliseconds(measured.floor, case.device)
+            took_floor, _ = milliseconds(measured.floor)
         measured.reset()
-        took, outcome = milliseconds(measured.run, case.device)
+        took, result = milliseconds(measured.run)
+        outcome = measured.outcome(result)
         if repeat < warm_up:
             continue
         times.append(took)
@@ -165,7 +152,7 @@ def measure(case: Case, repeats: int, with_rival: bool) -> dict[str, Any]:
         every = max(1, repeats // RIVAL_REPEATS)
         if with_rival and measured.rival and (repeat - warm_up) % every == 0:
             measured.reset()
-            rivals.append(milliseconds(measured.rival, case.device)[0])
+            rivals.append(milliseconds(measured.rival)[0])
     moved = measured.bytes_per_element
     return summary(
         case,
@@ -183,19 +170,14 @@ def measure(case: Case, repeats: int, with_rival: bool) -> dict[str, Any]:
 
 def measure_steps(case: Case, steps: int, drift: bool, with_rival: bool) -> dict[str, Any]:
     """Select from gradients that follow each other; each method owes to a residual of its own."""
+    select: Select
     if case.op == "accumulate_topk":
-        select: Callable[..., Any] = TopK(case.k, case.prediction)
+        select = bench_select.TopK(case)
     elif case.op == "accumulate_gaussiank":
-
-        def select(flat: torch.Tensor, residual: torch.Tensor) -> Any:
-            return kernels.accumulate_gaussiank(flat, residual, case.k)
-
+        select = bench_select.gaussiank(case)
     else:
-        rule = {"dgc": dgc, "published_gaussiank": gaussiank}[case.op]
-
-        def select(flat: torch.Tensor, residual: torch.Tensor) -> Any:
-            return Outcome(*rule(flat, residual, case.k))
-
+        select = bench_select.published(case)
+    milliseconds = timer(case.device)
     dtype = DTYPES[case.dtype]
     residual, bare = (torch.zeros(case.numel, device=case.device) for _ in range(2))
     times: list[float] = []
@@ -206,16 +188,14 @@ def measure_steps(case: Case, steps: int, drift: bool, with_rival: bool) -> dict
         wide = flat.to(case.device)
         narrow = wide.to(dtype)
         bare.copy_(residual)
-        floors.append(milliseconds(lambda w=wide: add(w, bare), case.device)[0])  # type: ignore[misc]
+        floors.append(milliseconds(lambda w=wide: add(w, bare))[0])  # type: ignore[misc]
         if with_rival and step % max(1, steps // RIVAL_REPEATS) == 0:
             bare.copy_(residual)
-            took, _ = milliseconds(lambda w=wide: composition(w, bare, case.k), case.device)  # type: ignore[misc]
+            took, _ = milliseconds(lambda w=wide: composition(w, bare, case.k))  # type: ignore[misc]
             rivals.append(took)
-        took, chosen = milliseconds(lambda n=narrow: select(n, residual), case.device)  # type: ignore[misc]
+        took, chosen = milliseconds(lambda n=narrow: select(n, residual))  # type: ignore[misc]
         times.append(took)
-        if not isinstance(chosen, Outcome):
-            chosen = Outcome(chosen.indices.numel(), chosen.candidates, chosen.repaired)
-        outcomes.append(chosen)
+        outcomes.append(select.outcome(chosen))
     moved = 8.0 + dtype.itemsize
     return summary(
         case,
@@ -288,8 +268,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--steps measures {', '.join(SELECTING)} only")
     if options.drift and not options.steps:
         parser.error("--drift needs --steps")
-    if "cuda" in options.device and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU, and torch finds none; use --device cpu")
+    for device in options.device:
+        if device != "cpu" and not torch.cuda.is_available():
+            parser.error(f"--device {device} needs a GPU, and torch finds none; use --device cpu")
+        if device != "cpu" and device_operations(device) is None:
+            parser.error(
+                f"--device {device} needs CuPy; pip install 'ddl[cuda13]' or 'ddl[cuda12]'"
+            )
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and not path.resolve().parent.is_dir():
             parser.error(f"{flag} {path}: there is no folder {path.parent}; make it first")
@@ -301,7 +286,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace, file: TextIO | None) -> list[dict[str, Any]]:
     """Measure every row; print each, and write it, as soon as it is there."""
     rows = []
-    about = machine()
+    about = machine(options.device)
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print(bench_report.header())
     for case in cases(options):

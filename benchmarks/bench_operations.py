@@ -9,48 +9,21 @@ from typing import Any
 
 import bench_gradients
 import bench_rivals
+import bench_select
 import torch
+from bench_select import DTYPES, Case, Outcome, Select, device_operations
 from torch import Tensor
 
 from ddl import kernels
-from ddl.selectors import Prediction
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table, before it is measured."""
-
-    op: str
-    device: str
-    dtype: str
-    numel: int
-    density: float
-    distribution: str
-    threads: int
-    prediction: str  # "last": the last step's threshold; "none": a sample, as at the first step
-
-    @property
-    def k(self) -> int:
-        """Entries to keep."""
-        return max(1, round(self.density * self.numel))
-
-
-@dataclass
-class Outcome:
-    """What one call did, for the columns that are not times."""
-
-    count: int
-    passed: int
-    repaired: bool = False
+from ddl.kernels.launch import Workspace
 
 
 @dataclass
 class Measured:
     """Functions to time. `reset` runs before each, untimed; `floor` is None where there is none."""
 
-    run: Callable[[], Outcome]
+    run: Callable[[], Any]
+    outcome: Callable[[Any], Outcome]  # of what `run` returned; untimed
     reset: Callable[[], None]
     floor: Callable[[], Any] | None
     floor_scale: float  # by which the floor's time is multiplied, for the same bytes
@@ -97,40 +70,28 @@ class Arrays:
 
     def measured(
         self,
-        run: Callable[[], Outcome],
+        select: Select,
         rival: Callable[[], Any] | None,
         rival_name: str,
         check: Callable[[], None] = lambda: None,
     ) -> Measured:
         """Return what is timed, with these arrays' reset and floor."""
         moved = 8.0 + self.flats[0].element_size()
-        scale = 1.0 if self._target is None else moved / 8.0
-        return Measured(run, self.reset, self.floor, scale, rival, rival_name, moved, check)
-
-
-class TopK:
-    """accumulate_topk, with the predictions of one bucket."""
-
-    def __init__(self, k: int, prediction: str) -> None:
-        self.k = k
-        self._prediction = Prediction() if prediction == "last" else None
-
-    def __call__(self, flat: Tensor, residual: Tensor) -> kernels.Selection:
-        """Select, and learn from the outcome."""
-        predicted = self._prediction.threshold(self.k) if self._prediction else None
-        selection = kernels.accumulate_topk(flat, residual, self.k, threshold=predicted)
-        if self._prediction:
-            self._prediction.learn(self.k, selection)
-        return selection
-
-
-def _outcome(selection: kernels.Selection) -> Outcome:
-    return Outcome(selection.indices.numel(), selection.candidates, selection.repaired)
+        return Measured(
+            run=lambda: select(self.flat, self.residual),
+            outcome=select.outcome,
+            reset=self.reset,
+            floor=self.floor,
+            floor_scale=1.0 if self._target is None else moved / 8.0,
+            rival=rival,
+            rival_name=rival_name,
+            bytes_per_element=moved,
+            check=check,
+        )
 
 
 def accumulate_topk(case: Case) -> Measured:
     arrays = Arrays(case)
-    select = TopK(case.k, case.prediction)
 
     def check() -> None:
         """Compare with a full selection by torch: the same magnitudes, to the bit."""
@@ -145,7 +106,7 @@ def accumulate_topk(case: Case) -> Measured:
             raise SystemExit(f"accumulate_topk is not exact on {case}")
 
     return arrays.measured(
-        lambda: _outcome(select(arrays.flat, arrays.residual)),
+        bench_select.TopK(case),
         lambda: bench_rivals.composition(arrays.flat, arrays.residual, case.k),
         "add_, abs, topk, gather, zero",
         check,
@@ -155,7 +116,7 @@ def accumulate_topk(case: Case) -> Measured:
 def accumulate_gaussiank(case: Case) -> Measured:
     arrays = Arrays(case)
     return arrays.measured(
-        lambda: _outcome(kernels.accumulate_gaussiank(arrays.flat, arrays.residual, case.k)),
+        bench_select.gaussiank(case),
         lambda: bench_rivals.gaussiank(arrays.flat, arrays.residual, case.k),
         "published Gaussian-k",
     )
@@ -166,7 +127,7 @@ def accumulate_at(case: Case) -> Measured:
     indices = kernels.random_indices(case.numel, case.k, 1, device=case.device)
     wide = indices.long()
     return arrays.measured(
-        lambda: _outcome(kernels.accumulate_at(arrays.flat, arrays.residual, indices)),
+        bench_select.at(case, indices),
         lambda: bench_rivals.at(arrays.flat, arrays.residual, wide),
         "add_, gather, zero",
     )
@@ -174,11 +135,7 @@ def accumulate_at(case: Case) -> Measured:
 
 def published(case: Case) -> Measured:
     """A rule of others, in torch: for its counts."""
-    arrays = Arrays(case)
-    rule = {"dgc": bench_rivals.dgc, "published_gaussiank": bench_rivals.gaussiank}[case.op]
-    return arrays.measured(
-        lambda: Outcome(*rule(arrays.flat, arrays.residual, case.k)), None, "none"
-    )
+    return Arrays(case).measured(bench_select.published(case), None, "none")
 
 
 def _sparse(case: Case, seed: int) -> tuple[Tensor, Tensor]:
@@ -189,10 +146,18 @@ def _sparse(case: Case, seed: int) -> tuple[Tensor, Tensor]:
 def merge(case: Case) -> Measured:
     """Merge and keep k; the floor is the same merge that keeps everything."""
     a, b = _sparse(case, 1), _sparse(case, 2)
+    operations, workspace = device_operations(case.device), Workspace(torch.device(case.device))
+
+    def keep(k: int) -> Any:
+        if operations is None:
+            return kernels.merge(*a, *b, k=k)
+        return operations.launch_merge(*a, *b, k, workspace)
+
     return Measured(
-        run=lambda: Outcome(kernels.merge(*a, *b, k=case.k).indices.numel(), 2 * case.k),
+        run=lambda: keep(case.k),
+        outcome=lambda merged: Outcome(merged.indices.numel(), 2 * case.k),
         reset=lambda: None,
-        floor=lambda: kernels.merge(*a, *b),
+        floor=lambda: keep(2 * case.k),
         floor_scale=1.0,
         rival=lambda: bench_rivals.merge(*a, *b, k=case.k),
         rival_name="unique, index_add_, topk, sort",
@@ -205,13 +170,9 @@ def scatter(case: Case) -> Measured:
     dense = torch.empty(case.numel, dtype=DTYPES[case.dtype], device=case.device)
     indices, values = _sparse(case, 1)
     wide = indices.long()
-
-    def run() -> Outcome:
-        kernels.scatter(dense, indices, values)
-        return Outcome(case.k, case.k)
-
     return Measured(
-        run=run,
+        run=lambda: kernels.scatter(dense, indices, values),  # waits for nothing on a GPU either
+        outcome=lambda _: Outcome(case.k, case.k),
         reset=lambda: None,
         floor=dense.zero_,
         floor_scale=1.0,

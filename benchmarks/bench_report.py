@@ -18,6 +18,7 @@ COLUMNS = (
     ("p80_ms", "p80", ">9.3f"),
     ("floor_ms", "floor ms", ">9.3f"),
     ("ratio_to_floor", "ratio", ">6.2f"),
+    ("roof_percent", "roof %", ">6.1f"),
     ("gigabytes_per_second", "GB/s", ">6.1f"),
     ("rival_ms", "rival ms", ">9.2f"),
     ("speedup", "x", ">6.1f"),

@@ -193,7 +193,7 @@ __device__ void step(int number, Source source, Count k, State *state, Wide *kep
 } // namespace
 
 // k: entries asked for; wanted: candidates that settle it, k or for Gaussian-k 4k/3 + 1.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     settle(int phase, float *residual, Size numel, Count k, Count wanted, Bits given, State *state,
            const Tile *tiles, Size tile_count, const Count *passed_of_blocks, Index *indices,
            float *values, Count capacity, Index *sorted_indices, float *sorted_values,

@@ -4,6 +4,7 @@ A stand-in for CuPy records what it is told. That the real CuPy is called by its
 checked against the real one, which needs no GPU for that; that it all works, by `pytest -m gpu`.
 """
 
+import gc
 import logging
 import sys
 import threading
@@ -412,16 +413,23 @@ def test_prebuild_refuses_in_one_line(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy is installed for the tests on Linux only")
-def test_the_real_cupy_has_what_the_driver_and_nccl_need(tmp_path: Path) -> None:
+def test_the_real_cupy_has_what_the_driver_and_nccl_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import cupy
     import cupy.cuda.nccl
 
+    failed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for pointer in (0, 4711):
             stream = cupy.cuda.Stream.from_external(nvrtc._Pointer(pointer))
             assert stream.ptr == pointer
-        assert hasattr(stream, "__enter__")
+            assert hasattr(stream, "__enter__")
+            del stream  # leaves torch's stream alone: to destroy this one would fail
+            gc.collect()
+            assert not failed
     assert "grid, block, args" in cupy.RawKernel.__call__.__doc__
     # Loading wants a GPU; the constructor takes the path.
     assert hasattr(cupy.RawModule(path=str(tmp_path / "x.bin")), "get_function")
