@@ -31,7 +31,14 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
     # A top-level package called `kernels` would shadow an unrelated, popular one.
-    packages=["ddl", "ddl.collectives", "ddl.comm", "ddl.csrc", "ddl.kernels"],
+    packages=[
+        "ddl",
+        "ddl.collectives",
+        "ddl.comm",
+        "ddl.csrc",
+        "ddl.kernels",
+        "ddl.perfmodel",
+    ],
     package_dir={"ddl.kernels": "kernels", "ddl.csrc": "csrc"},
     package_data={"ddl": ["py.typed"], "ddl.csrc": ["*.cu", "*.cuh"]},
     ext_modules=[native],
