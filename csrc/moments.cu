@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         of_blocks[blockIdx.x] = sums;
         __threadfence(); // the last block must not see the count without the sums
         last = atomicAdd(&state->finished, 1u) == gridDim.x - 1;
+        __threadfence(); // nor read sums that were there before it
     }
     __syncthreads();
     if (!last) return;

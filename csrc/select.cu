@@ -61,7 +61,6 @@ struct Residual {
     __device__ void load(Size first, Bits *keys) const {
         const Size e = first - shift;
         for (int j = 0; j < kGroup; ++j) keys[j] = 0;
-        if (e >= numel) return;
         if (e >= 0 && e + kGroup <= numel) {
             const float4 four = *reinterpret_cast<const float4 *>(residual + e);
             keys[0] = magnitude_key(four.x), keys[1] = magnitude_key(four.y);
@@ -110,8 +109,7 @@ __device__ void visit_candidates(const Tile *tiles, Size tile_count, const Count
                 if (upto[low + step] <= i) low += step;
             visit(starts[low] + (i - upto[low]), before + i);
         }
-        before += sums.all;
-        __syncthreads();
+        before += sums.all; // block_sums has a barrier before the tables are written again
     }
 }
 

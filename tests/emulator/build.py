@@ -4,7 +4,9 @@
    shared memory, which C++ has no word for, becomes a pointer there.
 2. The preprocessor tells which kernels there are and how their parameters are called.
 3. A generated file includes the emulator, the source and a trampoline for each kernel.
-4. Compiler and linker write beside the final place; renaming makes the result appear at once, so
+4. In the assembler's text every variable of shared memory gets a gap behind it, and a table tells
+   where they lie (x86-64 only; elsewhere shared memory is one piece).
+5. Compiler and linker write beside the final place; renaming makes the result appear at once, so
    that several processes may build the same.
 """
 
@@ -20,15 +22,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HEADERS = ("cuda_emulator.h", "cuda_values.h", "runtime.h", "trampolines.h")
+GAP = 64  # bytes between variables of shared memory
 KEPT_SECONDS = 14 * 24 * 3600  # what nobody used for so long is thrown away
 
-COMMON_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
+COMMON_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-w")
 KERNEL_FLAGS = ("-O1", "-g1", "-gdwarf-4", "-ffp-contract=off", "-fno-strict-aliasing")
 UNDEFINED = ("-fno-sanitize=vptr", "-fno-sanitize-recover=all")
 # How kernels are compiled, and the runtime with them.
@@ -91,7 +94,7 @@ class Library:
     """A compiled source."""
 
     path: Path
-    launch: ctypes._CFuncPtr
+    launch: Callable[..., int]
     kernels: Mapping[str, Kernel]
 
 
@@ -199,6 +202,43 @@ def _find_kernels(preprocessed: str) -> dict[str, list[str]]:
     }
 
 
+_TABLES = """#include "trampolines.h"
+extern "C" const emulator::Kernel emulator_kernels[] = {{
+{calls}    {{}}}};
+extern "C" const emulator::u32 emulator_kernel_count = {count};
+"""
+_ONE_PIECE = 'extern "C" const emulator::SharedVariable emulator_shared[] = {{}};\n'
+
+
+def _tell_shared_memory_apart(assembly: str) -> str:
+    """Put gaps between the variables of shared memory, and append the table of them.
+
+    The compiler writes thread-local variables without initial values, which these are, as a label
+    and a number of zero bytes in a section of the name .tbss.
+    """
+    lines, found, section, label = [], [], "", ""
+    for line in assembly.splitlines():
+        lines.append(line)
+        words = line.split()
+        if words and words[0] in (".section", ".text", ".data", ".bss"):
+            section = words[1] if words[0] == ".section" else words[0]
+        if section.startswith(".tbss"):
+            if line.endswith(":"):
+                label = line[:-1]
+            elif words[0] == ".zero" and label:
+                found.append((label, int(words[1])))
+                lines.append(f"\t.zero\t{GAP}")
+                label = ""
+    lines += ['\t.section\t.data.rel.ro.local,"aw"', "\t.align 8", "\t.globl emulator_shared"]
+    lines += ["\t.hidden emulator_shared", "emulator_shared:"]
+    for number, (name, size) in enumerate(found):
+        lines.append(f"\t.quad .Lemulator_name{number}, {name}@dtpoff, {size}")
+    lines += ["\t.quad 0, 0, 0", "\t.section\t.rodata"]
+    for number, (name, _) in enumerate(found):
+        lines.append(f'.Lemulator_name{number}:\n\t.string "{name}"')
+    return "\n".join(lines) + "\n"
+
+
 def _compile(
     source: str, texts: Mapping[str, str], variant: str, extra: tuple[str, ...], place: Path
 ) -> None:
@@ -217,13 +257,17 @@ def _compile(
         kernels = _find_kernels(_run(scan, source))
         calls = "".join(f"    EMULATOR_KERNEL({name})\n" for name in kernels)
         names = "".join(f"// {name}: {' '.join(names)}\n" for name, names in kernels.items())
-        wrapper.write_text(
-            f'{begin}#include "trampolines.h"\n'
-            f'extern "C" const emulator::Kernel emulator_kernels[] = {{\n{calls}    {{}}}};\n'
-            f'extern "C" const emulator::u32 emulator_kernel_count = {len(kernels)};\n',
-            encoding="utf-8",
-        )
+        tables = _TABLES.format(calls=calls, count=len(kernels))
+        told_apart = variant == "checked" and platform.machine() == "x86_64"
+        tables += "" if told_apart else _ONE_PIECE
+        wrapper.write_text(begin + tables, encoding="utf-8")
         unit, made = folder / "wrapper.o", folder / "library.so"
+        if told_apart:
+            assembly = folder / "wrapper.s"
+            _run([*command, "-S", str(wrapper), "-o", str(assembly)], source)
+            text = assembly.read_text(encoding="utf-8")
+            assembly.write_text(_tell_shared_memory_apart(text), encoding="utf-8")
+            wrapper = assembly
         _run([*command, "-c", str(wrapper), "-o", str(unit)], source)
         link = [str(compiler()), "-shared", "-o", str(made), str(unit), str(runtime)]
         link += ["-Wl,-z,defs"] if variant != "sanitized" else ["-fsanitize=address,undefined"]

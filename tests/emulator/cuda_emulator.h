@@ -3,7 +3,8 @@
 // cuda_emulator.h   this: qualifiers, built-in variables, synchronisation, atomics
 // cuda_values.h     vector types, bits, arithmetic
 // runtime.h         what these need from the runtime
-// scheduler.cpp     threads as fibers, blocks, barriers, warps
+// scheduler.cpp     threads as fibers, blocks in turn
+// meetings.cpp      barriers, exchanges between lanes
 // memory.cpp        what may be accessed, who sees whose writes, races
 // launch.cpp        one launch: copies of the arguments with guards around them
 // hooks.cpp         what the compiler's instrumentation calls
@@ -34,10 +35,10 @@
 
 #include "cuda_values.h"
 
-#define threadIdx (::emulator::thread_index())
-#define blockIdx (::emulator::block_index())
-#define blockDim (::emulator::block_size())
-#define gridDim (::emulator::grid_size())
+#define threadIdx (::emulator::Index3{::emulator::thread_index(), 0, 0})
+#define blockIdx (::emulator::Index3{::emulator::block_index(), 0, 0})
+#define blockDim (::emulator::Index3{::emulator::block_size(), 1, 1})
+#define gridDim (::emulator::Index3{::emulator::grid_size(), 1, 1})
 constexpr int warpSize = 32;
 
 // The place where a function of CUDA is called, as defaulted parameters and as an argument.
@@ -66,13 +67,13 @@ inline void __threadfence_block() {} // order within a block is that of its one 
 [[noreturn]] inline void __trap() { ::emulator::trap(); }
 
 // A lane cannot count on any other to be with it.
-inline unsigned __activemask() { return 1u << threadIdx.x % ::emulator::kWarp; }
+inline unsigned __activemask() { return 1u << ::emulator::thread_index() % ::emulator::kWarp; }
 
 // ---- Between lanes ------------------------------------------------------------------------------
 
 namespace emulator {
 
-inline u32 lane() { return threadIdx.x % kWarp; }
+inline u32 lane() { return thread_index() % kWarp; }
 
 template <class T>
 EMULATOR_UNHOOKED inline T shuffle(Meeting meeting, u32 mask, T value, u32 source, Place place) {
@@ -133,12 +134,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_HERE) {
                                                        predicate != 0, 0, EMULATOR_PLACE));
 }
 inline int __any_sync(unsigned mask, int predicate, EMULATOR_HERE) {
-    return static_cast<int>(::emulator::meet_warp(::emulator::Meeting::kAny, mask, predicate != 0,
-                                                  0, EMULATOR_PLACE));
+    return static_cast<int>(
+        ::emulator::meet_warp(::emulator::Meeting::kAny, mask, predicate != 0, 0, EMULATOR_PLACE));
 }
 inline int __all_sync(unsigned mask, int predicate, EMULATOR_HERE) {
-    return static_cast<int>(::emulator::meet_warp(::emulator::Meeting::kAll, mask, predicate != 0,
-                                                  0, EMULATOR_PLACE));
+    return static_cast<int>(
+        ::emulator::meet_warp(::emulator::Meeting::kAll, mask, predicate != 0, 0, EMULATOR_PLACE));
 }
 
 namespace emulator {
@@ -165,9 +166,8 @@ inline unsigned __match_all_sync(unsigned mask, T value, int *all, EMULATOR_HERE
 
 #define EMULATOR_REDUCE(NAME, T, MEETING)                                                          \
     inline T __reduce_##NAME##_sync(unsigned mask, T value, EMULATOR_HERE) {                       \
-        return static_cast<T>(::emulator::meet_warp(::emulator::Meeting::MEETING, mask,            \
-                                                    ::emulator::bits_of(value), 0,                 \
-                                                    EMULATOR_PLACE));                              \
+        return static_cast<T>(::emulator::meet_warp(                                               \
+            ::emulator::Meeting::MEETING, mask, ::emulator::bits_of(value), 0, EMULATOR_PLACE));   \
     }
 EMULATOR_REDUCE(add, int, kAddSigned)
 EMULATOR_REDUCE(add, unsigned, kAddUnsigned)
@@ -198,8 +198,7 @@ EMULATOR_UNHOOKED __attribute__((noinline)) T load(const T *address, Access acce
     return *address;
 }
 
-template <class T>
-EMULATOR_UNHOOKED __attribute__((noinline)) void store(T *address, T value) {
+template <class T> EMULATOR_UNHOOKED __attribute__((noinline)) void store(T *address, T value) {
     touch(address, sizeof(T), Access::kWrite);
     *address = value;
 }
@@ -208,9 +207,8 @@ EMULATOR_UNHOOKED __attribute__((noinline)) void store(T *address, T value) {
 
 #define EMULATOR_ATOMIC(NAME, T, CHANGED)                                                          \
     inline T NAME(T *address, T value) {                                                           \
-        return ::emulator::change(address, [value](T old) EMULATOR_UNHOOKED {                      \
-            return static_cast<T>(CHANGED);                                                        \
-        });                                                                                        \
+        return ::emulator::change(                                                                 \
+            address, [value](T old) EMULATOR_UNHOOKED { return static_cast<T>(CHANGED); });        \
     }
 #define EMULATOR_ATOMICS(T)                                                                        \
     EMULATOR_ATOMIC(atomicExch, T, (static_cast<void>(old), value))                                \

@@ -7,18 +7,10 @@ using size_t = decltype(sizeof(0));
 // ---- Vectors, aligned as on the device ----------------------------------------------------------
 
 #define EMULATOR_VECTORS(T, NAME, ALIGN2, ALIGN4)                                                  \
-    struct NAME##1 {                                                                               \
-        T x;                                                                                       \
-    };                                                                                             \
-    struct alignas(ALIGN2) NAME##2 {                                                               \
-        T x, y;                                                                                    \
-    };                                                                                             \
-    struct NAME##3 {                                                                               \
-        T x, y, z;                                                                                 \
-    };                                                                                             \
-    struct alignas(ALIGN4) NAME##4 {                                                               \
-        T x, y, z, w;                                                                              \
-    };                                                                                             \
+    struct NAME##1 { T x; };                                                                       \
+    struct alignas(ALIGN2) NAME##2 { T x, y; };                                                    \
+    struct NAME##3 { T x, y, z; };                                                                 \
+    struct alignas(ALIGN4) NAME##4 { T x, y, z, w; };                                              \
     inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                                     \
     inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; }                             \
     inline NAME##4 make_##NAME##4(T x, T y, T z, T w) { return {x, y, z, w}; }
@@ -117,6 +109,13 @@ EMULATOR_LESSER(long)
 EMULATOR_LESSER(unsigned long)
 EMULATOR_LESSER(long long)
 EMULATOR_LESSER(unsigned long long)
+#define EMULATOR_LESSER_OF(T, OTHER)                                                               \
+    inline OTHER min(T x, OTHER y) { return min(static_cast<OTHER>(x), y); }                       \
+    inline OTHER min(OTHER x, T y) { return min(x, static_cast<OTHER>(y)); }                       \
+    inline OTHER max(T x, OTHER y) { return max(static_cast<OTHER>(x), y); }                       \
+    inline OTHER max(OTHER x, T y) { return max(x, static_cast<OTHER>(y)); }
+EMULATOR_LESSER_OF(int, unsigned)
+EMULATOR_LESSER_OF(long long, unsigned long long)
 
 // A NaN gives way to the other, as in fmin and fmax.
 inline float min(float x, float y) { return __builtin_fminf(x, y); }

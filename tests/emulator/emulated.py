@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -25,17 +26,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from emulator import build, sanitized
 from torch import Tensor
 
 from ddl.kernels.launch import THREADS
 from ddl.kernels.sources import source_directory as installed_sources
-from emulator import build
 
 STEPS = 1 << 30  # accesses to memory that a launch may make
 MESSAGE_BYTES = 4096
 _VALUE, _IN_REGION, _ADDRESS = range(3)
 _WEAK_MEMORY, _FIND_RACES, _HOOKED = 1, 2, 4
 _KINDS = {"f": "floating point", "i": "signed", "u": "unsigned", "b": "bool"}
+
+
+def missing() -> str | None:
+    """Why tests that need the emulator may be passed over here: a reason, or None.
+
+    In continuous integration (CI is set) nothing may, so that a lack shows.
+    """
+    if build.compiler() is None and not os.environ.get("CI"):
+        return "g++ was not found; the emulator compiles the CUDA sources with it"
+    return None
 
 
 class EmulatorError(RuntimeError):
@@ -102,9 +113,7 @@ class EmulatedDriver:
         self._guard = guard
         checked = (weak_memory or races) and not sanitize
         self._variant = "sanitized" if sanitize else "checked" if checked else "plain"
-        self._flags = (
-            (_HOOKED | _WEAK_MEMORY * weak_memory | _FIND_RACES * races) if checked else 0
-        )
+        self._flags = (_HOOKED | _WEAK_MEMORY * weak_memory | _FIND_RACES * races) if checked else 0
         self._libraries: dict[str, build.Library] = {}
         self._counter = itertools.count()
 
@@ -116,9 +125,12 @@ class EmulatedDriver:
         """
         found = self._libraries.get(source)
         if found is None:
-            found = build.library(
-                self._folder, source, self._variant, self._overrides, self._extra
-            )
+            if self._variant == "sanitized" and not sanitized.is_running():
+                raise RuntimeError(
+                    "sanitize=True in a process without sanitizers; start it with "
+                    "emulator.sanitized.run"
+                )
+            found = build.library(self._folder, source, self._variant, self._overrides, self._extra)
             self._libraries[source] = found
         return found
 

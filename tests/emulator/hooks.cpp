@@ -13,6 +13,8 @@ namespace {
 
 void hooked(void *address, u64 bytes, Access access, void *culprit) {
     if (machine.thread == nullptr) return; // the library is being loaded
+    // Who looks at the same place again and again waits for somebody.
+    if (access == Access::kVolatileRead) offer_turn(machine.block->atomic_offers, true);
     check_access(static_cast<const u8 *>(address), bytes, access, culprit);
 }
 
@@ -46,9 +48,7 @@ extern "C" {
 
 #define EMULATOR_CALLER __builtin_return_address(0)
 #define EMULATOR_HOOK(NAME, BYTES, ACCESS)                                                         \
-    void NAME(void *address) {                                                                     \
-        emulator::hooked(address, BYTES, Access::ACCESS, EMULATOR_CALLER);                         \
-    }
+    void NAME(void *address) { emulator::hooked(address, BYTES, Access::ACCESS, EMULATOR_CALLER); }
 #define EMULATOR_HOOKS(BYTES)                                                                      \
     EMULATOR_HOOK(__tsan_read##BYTES, BYTES, kRead)                                                \
     EMULATOR_HOOK(__tsan_write##BYTES, BYTES, kWrite)                                              \
@@ -86,8 +86,9 @@ void __ubsan_handle_type_mismatch_v1_abort(emulator::MismatchData *data, unsigne
                         EMULATOR_CALLER);
 }
 void __ubsan_handle_out_of_bounds_abort(void *data, unsigned long index) {
-    emulator::undefined(data, "index " + std::to_string(static_cast<long>(index)) +
-                                  " out of the bounds of an array",
+    emulator::undefined(data,
+                        "index " + std::to_string(static_cast<long>(index)) +
+                            " out of the bounds of an array",
                         EMULATOR_CALLER);
 }
 

@@ -10,15 +10,18 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
+#include <cxxabi.h>
 #include <link.h>
 
 #include "state.h"
 
 extern "C" const emulator::Kernel emulator_kernels[];
 extern "C" const emulator::u32 emulator_kernel_count;
+extern "C" const emulator::SharedVariable emulator_shared[]; // ends in one without a name
 
 // In the same stretch as the kernels' shared memory.
 static thread_local char emulator_anchor;
@@ -46,12 +49,27 @@ struct Gap {
     u8 *begin, *end;
 };
 
+void find_shared_variables() {
+    Machine &m = machine;
+    m.shared_variable_at.assign(m.shared_bytes / 4 + 1, 0);
+    for (const SharedVariable *v = emulator_shared; v->name != nullptr; ++v) {
+        int status = 0;
+        char *const whole = abi::__cxa_demangle(v->name, nullptr, nullptr, &status);
+        std::string name = whole == nullptr ? v->name : whole;
+        std::free(whole);
+        const size_t colons = name.rfind("::"); // function(arguments)::variable
+        if (colons != std::string::npos) name = name.substr(colons + 2);
+        m.shared_variables.push_back({strdup(name.c_str()), v->offset, v->bytes});
+        for (u64 byte = v->offset; byte < v->offset + v->bytes; ++byte)
+            m.shared_variable_at[byte / 4] = static_cast<u16>(m.shared_variables.size());
+    }
+}
+
 void find_image() {
     Machine &m = machine;
     static std::ptrdiff_t anchor_offset = -1;
     if (anchor_offset < 0) {
         const auto visit = [](dl_phdr_info *info, size_t, void *) {
-            Machine &m = machine;
             u8 *low = nullptr, *high = nullptr;
             u64 shared = 0;
             for (int i = 0; i < info->dlpi_phnum; ++i) {
@@ -64,14 +82,15 @@ void find_image() {
             }
             const auto *self = reinterpret_cast<const u8 *>(&machine);
             if (self < low || self >= high) return 0;
-            m.image_begin = low;
-            m.image_end = high;
-            m.shared_bytes = shared;
+            machine.image_begin = low;
+            machine.image_end = high;
+            machine.shared_bytes = shared;
             anchor_offset = &emulator_anchor - static_cast<char *>(info->dlpi_tls_data);
             return 1;
         };
         emulator_anchor = 1; // allocates this thread's copy
         dl_iterate_phdr(visit, nullptr);
+        find_shared_variables();
     }
     m.shared = reinterpret_cast<u8 *>(&emulator_anchor) - anchor_offset;
     m.dynamic = dynamic_memory;
@@ -138,9 +157,8 @@ std::string overwritten(const std::vector<Gap> &gaps) {
                " argument {" + std::to_string(region.first_argument) + "} was overwritten";
     }
     for (const Region &region : m.regions)
-        if (!region.copy_back &&
-            std::memcmp(region.begin, region.original,
-                        static_cast<size_t>(region.end - region.begin)) != 0)
+        if (!region.copy_back && std::memcmp(region.begin, region.original,
+                                             static_cast<size_t>(region.end - region.begin)) != 0)
             return "argument {" + std::to_string(region.first_argument) +
                    "}, a pointer to const, was changed";
     return "";
@@ -150,16 +168,17 @@ std::string overwritten(const std::vector<Gap> &gaps) {
 
 } // namespace emulator
 
-extern "C" __attribute__((visibility("default"))) emulator::u32 emulator_describe(
-    const emulator::Kernel **kernels) {
+extern "C" __attribute__((visibility("default"))) emulator::u32
+emulator_describe(const emulator::Kernel **kernels) {
     *kernels = emulator_kernels;
     return emulator_kernel_count;
 }
 
 // Returns 0, or 1 with a message and the offset of the guilty code in this library (0: unknown).
-extern "C" __attribute__((visibility("default"))) int
-emulator_launch(const emulator::u64 *request, char *message, emulator::u64 message_bytes,
-                emulator::u64 *culprit) {
+extern "C" __attribute__((visibility("default"))) int emulator_launch(const emulator::u64 *request,
+                                                                      char *message,
+                                                                      emulator::u64 message_bytes,
+                                                                      emulator::u64 *culprit) {
     using namespace emulator;
     const std::lock_guard<std::mutex> guard(one_at_a_time);
     Machine &m = machine;
@@ -178,7 +197,8 @@ emulator_launch(const emulator::u64 *request, char *message, emulator::u64 messa
     const u64 *const arguments = word, *const regions = word + 3 * argument_count;
     const auto complain = [&](const std::string &text, void *guilty) {
         std::snprintf(message, message_bytes, "%s", text.c_str());
-        *culprit = guilty == nullptr ? 0 : static_cast<u64>(static_cast<u8 *>(guilty) - m.image_begin);
+        *culprit =
+            guilty == nullptr ? 0 : static_cast<u64>(static_cast<u8 *>(guilty) - m.image_begin);
         return 1;
     };
     find_image();
@@ -186,7 +206,8 @@ emulator_launch(const emulator::u64 *request, char *message, emulator::u64 messa
 
     u64 needed = kGuard + kLine;
     for (u64 r = 0; r < region_count; ++r) needed += regions[4 * r + 1] + kGuard + 3 * kLine;
-    if (!grow_arena(needed, m.hooked)) return complain("there is no memory for the copies", nullptr);
+    if (!grow_arena(needed, m.hooked))
+        return complain("there is no memory for the copies", nullptr);
     allow_all();
     m.lines.assign(needed / kLine + 1, 0);
     m.regions.clear();

@@ -8,6 +8,7 @@
 // - the block's barrier or, within a warp, __syncwarp lies between them;
 // - or, between blocks, the first block made a fence and then an atomic, and the second an atomic
 //   at the same place and then a fence (reads that bypass the cache need not that last fence).
+//   Volatile writes and reads, too, tell and hear of fences.
 // Threads of a block may write the same value to the same place.
 
 #include <algorithm>
@@ -20,10 +21,19 @@ namespace emulator {
 
 namespace {
 
+constexpr u64 kSharedGap = 64; // build.py puts it between variables
+
 // What atomics at a place hand on: for each block the fences that are known to have been made.
 std::unordered_map<const u8 *, std::vector<u32>> handed_on;
 
 Stamp conflict; // with the pending write
+
+const SharedVariable *shared_variable_at(const u8 *address) {
+    const Machine &m = machine;
+    if (address < m.shared || address >= m.shared + m.shared_bytes) return nullptr;
+    const u16 number = m.shared_variable_at[static_cast<u64>(address - m.shared) / 4];
+    return number == 0 ? nullptr : &m.shared_variables[number - 1];
+}
 
 std::string describe(const u8 *address) {
     const Machine &m = machine;
@@ -31,6 +41,9 @@ std::string describe(const u8 *address) {
         if (address >= region.begin && address < region.end)
             return "byte " + std::to_string(address - region.begin) + " of argument {" +
                    std::to_string(region.first_argument) + "}";
+    if (const SharedVariable *variable = shared_variable_at(address))
+        return "byte " + std::to_string(address - m.shared - variable->offset) +
+               " of shared variable " + variable->name;
     if (address >= m.shared && address < m.shared + m.shared_bytes)
         return "byte " + std::to_string(address - m.shared) + " of static shared memory";
     return "byte " + std::to_string(address - m.dynamic) + " of dynamic shared memory";
@@ -41,12 +54,20 @@ bool is_read(Access access) {
            access == Access::kConstantRead;
 }
 
+bool is_strong(Access access) {
+    return access == Access::kAtomic || access == Access::kVolatileRead ||
+           access == Access::kVolatileWrite;
+}
+
 const char *verb(Access access) {
     switch (access) {
-    case Access::kAtomic: return "changes atomically";
+    case Access::kAtomic:
+        return "changes atomically";
     case Access::kWrite:
-    case Access::kVolatileWrite: return "writes";
-    default: return "reads";
+    case Access::kVolatileWrite:
+        return "writes";
+    default:
+        return "reads";
     }
 }
 
@@ -71,6 +92,16 @@ const char *verb(Access access) {
 [[noreturn]] void fail_outside(const u8 *address, u64 bytes, Access access, void *culprit) {
     const Machine &m = machine;
     std::string text = std::string(verb(access)) + " " + std::to_string(bytes) + " bytes ";
+    for (const SharedVariable &variable : m.shared_variables) {
+        const std::ptrdiff_t offset =
+            address - m.shared - static_cast<std::ptrdiff_t>(variable.offset);
+        if (offset < -8 || offset >= static_cast<std::ptrdiff_t>(variable.bytes + kSharedGap))
+            continue;
+        fail("out of bounds: " + text + "at byte " + std::to_string(offset) +
+                 " of shared variable " + variable.name + ", which has " +
+                 std::to_string(variable.bytes) + " bytes",
+             culprit);
+    }
     const Region *nearest = nullptr;
     std::ptrdiff_t distance = static_cast<std::ptrdiff_t>(kGuard);
     for (const Region &region : m.regions) {
@@ -90,8 +121,7 @@ const char *verb(Access access) {
         text += "at a null pointer + " + std::to_string(reinterpret_cast<uintptr_t>(address));
     else if (address >= m.dynamic && address < m.dynamic + kDynamicShared)
         text += "at byte " + std::to_string(address - m.dynamic) +
-                " of dynamic shared memory, of which there are " +
-                std::to_string(m.dynamic_bytes);
+                " of dynamic shared memory, of which there are " + std::to_string(m.dynamic_bytes);
     else
         text += "that belong to no argument and to no shared memory";
     fail("out of bounds: " + text, culprit);
@@ -109,11 +139,23 @@ bool comes_before(const Stamp &stamp, bool past_caches) {
                stamp.time < block.warps[m.thread_number / kWarp].synchronised;
     }
     const std::vector<u32> &fences = past_caches ? block.heard : block.known;
-    if ((stamp.flags & kManyBlocks) == 0)
-        return fences[stamp.block - m.first_number] > stamp.fence;
+    if ((stamp.flags & kManyBlocks) == 0) return fences[stamp.block - m.first_number] > stamp.fence;
     for (u32 other = 0; other < m.blocks; ++other) // of every block something
         if (other != block.index && fences[other] == 0) return false;
     return true;
+}
+
+// An atomic or a volatile access hears of what those before it at the same place knew, and tells.
+void synchronise(Block &block, const u8 *address, Access access) {
+    const auto place = handed_on.find(address);
+    if (place != handed_on.end() && access != Access::kVolatileWrite)
+        for (size_t i = 0; i < block.heard.size(); ++i)
+            block.heard[i] = std::max(block.heard[i], place->second[i]);
+    if (block.fences == 0 || is_read(access)) return;
+    std::vector<u32> &fences = handed_on[address];
+    fences.resize(block.known.size());
+    for (size_t i = 0; i < fences.size(); ++i) fences[i] = std::max(fences[i], block.known[i]);
+    fences[block.index] = std::max(fences[block.index], block.fences);
 }
 
 void look_for_races(const u8 *address, u32 bytes, Cell &cell, bool shared, u8 mask, Access access,
@@ -123,8 +165,7 @@ void look_for_races(const u8 *address, u32 bytes, Cell &cell, bool shared, u8 ma
         return (stamp.bytes & mask) != 0 &&
                (shared ? stamp.block == m.block->number : stamp.block >= m.first_number);
     };
-    const bool strong = access == Access::kAtomic || access == Access::kVolatileRead ||
-                        access == Access::kVolatileWrite;
+    const bool strong = is_strong(access);
     if (matters(cell.write)) {
         if (access == Access::kConstantRead)
             fail("__ldg reads " + describe(address) + ", which the same kernel writes", culprit);
@@ -151,11 +192,9 @@ void look_for_races(const u8 *address, u32 bytes, Cell &cell, bool shared, u8 ma
 void stamp_cell(Cell &cell, u8 mask, Access access) {
     const Machine &m = machine;
     const Block &block = *m.block;
-    Stamp now = {block.number, block.clock,
-                 block.fences, static_cast<u16>(m.thread_number),
-                 mask,         0};
-    const bool strong = access == Access::kAtomic || access == Access::kVolatileRead ||
-                        access == Access::kVolatileWrite;
+    Stamp now = {
+        block.number, block.clock, block.fences, static_cast<u16>(m.thread_number), mask, 0};
+    const bool strong = is_strong(access);
     if (strong) now.flags = kAtomicStamp;
     if (!is_read(access)) {
         cell.write = now;
@@ -235,8 +274,7 @@ void settle_pending() {
     if (pending.bytes == 0) return;
     const bool changed = std::memcmp(pending.before, pending.address, pending.bytes) != 0;
     pending.bytes = 0;
-    if (changed)
-        fail_race(pending.address, Access::kWrite, conflict, true, machine.culprit);
+    if (changed) fail_race(pending.address, Access::kWrite, conflict, true, machine.culprit);
 }
 
 void check_access(const u8 *address, u64 bytes, Access access, void *culprit) {
@@ -252,10 +290,9 @@ void check_access(const u8 *address, u64 bytes, Access access, void *culprit) {
             fail_outside(address, bytes, access, culprit);
         if (access == Access::kAtomic) {
             if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
-                fail("misaligned: " + std::string(verb(access)) + " " + describe(address),
-                     culprit);
-            if (m.find_races) synchronised_by_atomic(*m.block, address);
+                fail("misaligned: " + std::string(verb(access)) + " " + describe(address), culprit);
         }
+        if (m.find_races && is_strong(access)) synchronise(*m.block, address, access);
         check_cells(address, bytes, access, m.cells, m.arena, false, culprit);
         return;
     }
@@ -264,8 +301,13 @@ void check_access(const u8 *address, u64 bytes, Access access, void *culprit) {
         return;
     Cell *const cells = m.find_races ? m.block->shared_cells.data() : nullptr;
     if (static_cast<u64>(address - m.shared) < m.shared_bytes) {
-        if (cells != nullptr)
-            check_cells(address, bytes, access, cells, m.shared, true, culprit);
+        if (!m.shared_variables.empty()) {
+            const SharedVariable *variable = shared_variable_at(address);
+            if (variable == nullptr || address < m.shared + variable->offset ||
+                address + bytes > m.shared + variable->offset + variable->bytes)
+                fail_outside(address, bytes, access, culprit);
+        }
+        if (cells != nullptr) check_cells(address, bytes, access, cells, m.shared, true, culprit);
         return;
     }
     if (static_cast<u64>(address - m.dynamic) < m.dynamic_bytes &&
@@ -291,17 +333,5 @@ void reveal(Block &block) {
 }
 
 void forget_synchronisation() { handed_on.clear(); }
-
-void synchronised_by_atomic(Block &block, const u8 *address) {
-    const auto place = handed_on.find(address);
-    if (place != handed_on.end())
-        for (size_t i = 0; i < block.heard.size(); ++i)
-            block.heard[i] = std::max(block.heard[i], place->second[i]);
-    if (block.fences == 0) return;
-    std::vector<u32> &fences = handed_on[address];
-    fences.resize(block.known.size());
-    for (size_t i = 0; i < fences.size(); ++i) fences[i] = std::max(fences[i], block.known[i]);
-    fences[block.index] = std::max(fences[block.index], block.fences);
-}
 
 } // namespace emulator

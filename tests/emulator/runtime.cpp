@@ -2,6 +2,8 @@
 
 #include "scheduler.cpp"
 
+#include "meetings.cpp"
+
 #include "memory.cpp"
 
 #include "hooks.cpp"

@@ -14,7 +14,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 kWarp = 32;
-constexpr u32 kMostThreads = 1024;     // of a block
+constexpr u32 kMostThreads = 1024;    // of a block
 constexpr u32 kDynamicShared = 98304; // bytes, at most
 
 // A place in the source, to tell where threads wait.
@@ -28,12 +28,12 @@ struct Index3 {
 };
 
 // "const" lets the compiler keep a thread's own index, which never changes for it.
-Index3 thread_index() __attribute__((const));
-Index3 block_index() __attribute__((const));
-Index3 block_size() __attribute__((const));
-Index3 grid_size() __attribute__((const));
+u32 thread_index() __attribute__((const));
+u32 block_index() __attribute__((const));
+u32 block_size() __attribute__((const));
+u32 grid_size() __attribute__((const));
 
-// What threads do together. The order is that of the names in scheduler.cpp.
+// What threads do together. The order is that of the names in meetings.cpp.
 enum class Meeting : u8 {
     kSyncThreads,
     kSyncThreadsCount,
@@ -73,7 +73,7 @@ void *dynamic_shared();
 enum class Access : u8 {
     kRead,
     kWrite,
-    kVolatileRead,  // also those that bypass the cache next to the processor
+    kVolatileRead, // also those that bypass the cache next to the processor
     kVolatileWrite,
     kConstantRead, // promised not to change while the kernel runs
     kAtomic,

@@ -1,4 +1,4 @@
-"""Run Python under AddressSanitizer and UndefinedBehaviorSanitizer, for EmulatedDriver(sanitize=True).
+"""Run Python under the sanitizers of g++, which EmulatedDriver(sanitize=True) needs.
 
 The sanitizers must be loaded before anything else, so a child process is started with them.
 """

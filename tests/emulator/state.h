@@ -53,7 +53,7 @@ struct Hidden {
     u8 value[4];
 };
 
-enum class Waiting : u8 { kNot, kBlock, kWarp, kDone };
+enum class Waiting : u8 { kNot, kForBlock, kForWarp, kDone };
 
 struct Thread {
     Fiber *fiber = nullptr; // while it has begun and not ended
@@ -78,10 +78,10 @@ struct Block {
     u32 number = 0; // among all blocks ever run
     std::vector<Thread> threads;
     std::vector<Warp> warps;
-    u32 live = 0;        // threads that have not ended
-    u32 at_barrier = 0;  // and wait for all others
-    u32 clock = 1;       // counts synchronisations
-    u32 barrier = 1;     // when the last of the whole block was
+    u32 live = 0;           // threads that have not ended
+    u32 at_barrier = 0;     // and wait for all others
+    u32 clock = 1;          // counts synchronisations
+    u32 barrier = 1;        // when the last of the whole block was
     std::vector<u16> queue; // ring of threads that can run
     u32 head = 0, queued = 0;
     std::vector<u8> shared; // its shared memory while it does not run
@@ -89,6 +89,8 @@ struct Block {
     std::vector<Hidden> hidden;
     bool hides = false; // its writes until a fence
     u32 fences = 0;
+    long long priority = 0;
+    u32 fence_offers = 0, atomic_offers = 0, shared_offers = 0; // to let another block run
     std::vector<u32> known, heard; // of each block: fences seen; seen but for the own fence
 };
 
@@ -126,6 +128,7 @@ struct Machine {
 
     // Blocks.
     std::vector<Block> resident;
+    long long lowest_priority = 0;
     std::vector<std::vector<Hidden>> hidden_at_end;
     Fiber scheduler;
     std::vector<Fiber *> free_fibers, all_fibers;
@@ -134,11 +137,13 @@ struct Machine {
     // Memory.
     u8 *arena = nullptr;
     u64 arena_bytes = 0, arena_used = 0;
-    Cell *cells = nullptr; // one for each four bytes of the arena
+    Cell *cells = nullptr;  // one for each four bytes of the arena
     std::vector<u16> lines; // region of each kLine bytes, from 1
     std::vector<Region> regions;
     u8 *shared = nullptr; // static shared memory
     u64 shared_bytes = 0;
+    std::vector<SharedVariable> shared_variables; // with gaps between, or none if unknown
+    std::vector<u16> shared_variable_at;          // of each four bytes, from 1
     u8 *dynamic = nullptr;
     u64 dynamic_bytes = 0;
     u8 *image_begin = nullptr, *image_end = nullptr; // of the library: constants
@@ -153,7 +158,17 @@ constexpr u64 kGuard = 512; // bytes around a region
 [[noreturn]] void fail(const std::string &what, void *culprit = nullptr);
 std::string here(); // "kernel k, block 1, thread 2"
 
+// scheduler.cpp
 void run_grid();
+void push_front(Block &block, u32 thread); // onto the queue of those that can run
+void push_back(Block &block, u32 thread);
+void queue_all(Block &block); // in an order that is drawn
+void go_on(Fiber &from);      // leave a fiber for the next thread that can run
+void free_ended();            // called by who runs next
+
+// meetings.cpp
+void offer_turn(u32 &offers, bool to_blocks); // perhaps others run now
+std::string stuck(const Block &block);
 
 // memory.cpp
 void check_access(const u8 *address, u64 bytes, Access access, void *culprit);
@@ -161,7 +176,6 @@ void settle_pending();
 void publish();            // what the block has written
 void hide(Block &block);   // before another block runs
 void reveal(Block &block); // before the block runs again
-void synchronised_by_atomic(Block &block, const u8 *address);
 void forget_synchronisation();
 
 } // namespace emulator

@@ -19,12 +19,28 @@ struct Kernel {
     u32 count;
 };
 
-template <class T> struct KindOf { static constexpr char value = 's'; };
-template <> struct KindOf<bool> { static constexpr char value = 'b'; };
-template <> struct KindOf<float> { static constexpr char value = 'f'; };
-template <> struct KindOf<double> { static constexpr char value = 'f'; };
+struct SharedVariable {
+    const char *name; // as the linker knows it
+    u64 offset;       // in static shared memory
+    u64 bytes;
+};
+
+template <class T> struct KindOf {
+    static constexpr char value = 's';
+};
+template <> struct KindOf<bool> {
+    static constexpr char value = 'b';
+};
+template <> struct KindOf<float> {
+    static constexpr char value = 'f';
+};
+template <> struct KindOf<double> {
+    static constexpr char value = 'f';
+};
 #define EMULATOR_KIND(T, KIND)                                                                     \
-    template <> struct KindOf<T> { static constexpr char value = KIND; };
+    template <> struct KindOf<T> {                                                                 \
+        static constexpr char value = KIND;                                                        \
+    };
 EMULATOR_KIND(char, 'i')
 EMULATOR_KIND(signed char, 'i')
 EMULATOR_KIND(short, 'i')
@@ -48,9 +64,15 @@ template <class T> struct Bare<const T> {
 template <class T> struct Bare<volatile T> : Bare<T> {};
 template <class T> struct Bare<const volatile T> : Bare<const T> {};
 
-template <class T> struct BytesOf { static constexpr u32 value = sizeof(T); };
-template <> struct BytesOf<void> { static constexpr u32 value = 0; };
-template <> struct KindOf<void> { static constexpr char value = 'v'; };
+template <class T> struct BytesOf {
+    static constexpr u32 value = sizeof(T);
+};
+template <> struct BytesOf<void> {
+    static constexpr u32 value = 0;
+};
+template <> struct KindOf<void> {
+    static constexpr char value = 'v';
+};
 
 template <class T> struct ParameterOf {
     static constexpr Parameter value = {KindOf<T>::value, sizeof(T), 0, 0, false};
@@ -62,8 +84,11 @@ template <class T> struct ParameterOf<T *> {
 };
 
 template <u32... places> struct Places {};
-template <u32 count, u32... places> struct FirstPlaces : FirstPlaces<count - 1, count - 1, places...> {};
-template <u32... places> struct FirstPlaces<0, places...> { using Type = Places<places...>; };
+template <u32 count, u32... places>
+struct FirstPlaces : FirstPlaces<count - 1, count - 1, places...> {};
+template <u32... places> struct FirstPlaces<0, places...> {
+    using Type = Places<places...>;
+};
 
 template <auto function> struct Trampoline;
 template <class... P, void (*function)(P...)> struct Trampoline<function> {

@@ -53,13 +53,13 @@ extern "C" __global__ void barriers_with_votes(const int *values, int *out) {
 extern "C" __global__ void masks(int *out, int lie) {
     const unsigned lane = threadIdx.x % 32;
     unsigned mask = 0xffffffffu;
-    if (lie == 1 && lane == 7) return;                    // named, but gone
-    if (lie == 2 && lane == 7) mask = 0xff7fffffu;        // another mask than the others'
-    if (lie == 3) mask = 0xffffff7fu;                     // does not name lane 7
-    if (lie == 4 && lane == 7) __syncthreads();           // named, but waits elsewhere
-    if (lie == 5 && lane >= 16) mask = 0x0000ffffu;       // names only the others
+    if (lie == 1 && lane == 7) return;              // named, but gone
+    if (lie == 2 && lane == 7) mask = 0xff7fffffu;  // another mask than the others'
+    if (lie == 3) mask = 0xffffff7fu;               // does not name lane 7
+    if (lie == 4 && lane == 7) __syncthreads();     // named, but waits elsewhere
+    if (lie == 5 && lane >= 16) mask = 0x0000ffffu; // names only the others
     const int source = lie == 6 ? 20 : 3;
-    if (lie == 6) mask = 0x0000ffffu;                     // does not name the source
+    if (lie == 6) mask = 0x0000ffffu; // does not name the source
     if (lie == 6 && lane >= 16) return;
     if (lie == 7 && lane == 7) mask = __ballot_sync(mask, 1); // meets the others' shuffle
     out[threadIdx.x] = __shfl_sync(mask, static_cast<int>(lane), source);

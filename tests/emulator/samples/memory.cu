@@ -39,8 +39,7 @@ extern "C" __global__ void beyond_dynamic(int *out, int offset) {
 }
 
 extern "C" __global__ void all_kinds(float f, double d, int i, unsigned u, long long l,
-                                     unsigned long long w, bool b, const Pair *pairs,
-                                     double *out) {
+                                     unsigned long long w, bool b, const Pair *pairs, double *out) {
     if (threadIdx.x != 0) return;
     out[0] = f, out[1] = d, out[2] = i, out[3] = u, out[4] = static_cast<double>(l);
     out[5] = static_cast<double>(w), out[6] = b;
