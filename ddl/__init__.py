@@ -1,6 +1,8 @@
 """ddl: data-parallel synchronous SGD with exact gradient sparsification, for slow networks."""
 
+from ddl.checkpoint import load_checkpoint, save_checkpoint
 from ddl.compressors import COMPRESSORS
+from ddl.ddp_hook import SparseHookState, sparse_hook
 from ddl.density import DensityWarmup
 from ddl.errors import (
     CommunicationError,
@@ -32,6 +34,7 @@ __all__ = [
     "DisagreementError",
     "DistributedOptimizer",
     "GradientError",
+    "SparseHookState",
     "allreduce_mean",
     "barrier",
     "broadcast_object",
@@ -40,10 +43,13 @@ __all__ = [
     "communicator",
     "gather_object",
     "init",
+    "load_checkpoint",
     "local_rank",
     "local_size",
     "parameters_digest",
     "rank",
+    "save_checkpoint",
     "shutdown",
     "size",
+    "sparse_hook",
 ]

@@ -25,7 +25,9 @@ from ddl.compressors import Compressor
 from ddl.density import entries
 from ddl.errors import DDLError
 from ddl.feedback import ErrorFeedback
+from ddl.selectors import RandomK
 from ddl.sparse import SparseVector
+from ddl.wires import PLAIN
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,18 @@ class Aggregator(Protocol):
 
     @property
     def residual(self) -> Tensor | None:
-        """float32 [numel] this rank still owes; None where nothing is ever owed."""
+        """float32, what this rank still owes of the bucket's entries, from `first` on.
+
+        All of them, unless other ranks owe for the rest; None where nothing is ever owed.
+        """
+
+    @property
+    def first(self) -> int:
+        """The entry of the bucket that `residual` begins with."""
+
+    @property
+    def draws(self) -> RandomK | None:
+        """The sequence of random draws; None where nothing is drawn."""
 
     def begin(self, flat: Tensor, density: float) -> Outcome:
         """Select from `flat` and collect. Collective; the same `density` on every rank."""
@@ -81,6 +94,8 @@ class Aggregator(Protocol):
 class SparseAggregator:
     """Select, collect, repay."""
 
+    first = 0
+
     def __init__(
         self,
         comm: Communicator,
@@ -98,11 +113,16 @@ class SparseAggregator:
             compressor: any but the dense one.
             seed: of this bucket, the same on every rank.
         """
-        if compressor.make_selector is None or compressor.collective is None:
+        if compressor.make_selector is None or compressor.make_collective is None:
             raise ValueError(f"a sparse aggregator needs a selector, got {compressor.name!r}")
         self._comm = comm
-        self._select = compressor.make_selector(seed).select
-        self._collect = compressor.collective
+        selector = compressor.make_selector(seed)
+        self._select = selector.select
+        self.draws = selector if isinstance(selector, RandomK) else None
+        self._collect = compressor.make_collective()
+        # A single rank sends nothing, and so has nothing to round.
+        self._wire = compressor.wire if comm.size > 1 else PLAIN
+        self._winners_per_pick = compressor.winners_per_pick
         self._feedback = ErrorFeedback(numel, device)
         self._begun: _Begun | None = None
 
@@ -119,14 +139,16 @@ class SparseAggregator:
         packet = self._select(flat, self.residual, k, scale=1.0)
         picks = packet.vector
         started = time.perf_counter()
-        total, included, all_finite = self._collect(self._comm, packet, k)
+        winners = entries(flat.numel(), min(1.0, density * self._winners_per_pick))
+        collected = self._collect(self._comm, packet, winners, self._wire)
         ended = time.perf_counter()
 
+        total, included = collected.total, collected.included
         self._feedback.owe(picks.where(~included))
         average = SparseVector(total.indices, total.values / self._comm.size, total.numel)
         overflowing = average.where(~torch.isfinite(average.values.to(flat.dtype)))
-        finite = all_finite and overflowing.count == 0
-        self._begun = _Begun(average, picks.where(included), overflowing, finite)
+        finite = collected.finite and overflowing.count == 0
+        self._begun = _Begun(average, picks.where(included), collected.owed, overflowing, finite)
         return Outcome(
             finite=finite,
             picked=picks.count,
@@ -138,8 +160,10 @@ class SparseAggregator:
 
     def apply(self, flat: Tensor) -> None:
         """See `Aggregator.apply`."""
-        average = self._take_begun().average
-        kernels.scatter(flat, average.indices, average.values)
+        begun = self._take_begun()
+        kernels.scatter(flat, begun.average.indices, begun.average.values)
+        for rounded_off in begun.rounded_off:
+            self._feedback.owe(rounded_off)
 
     def owe(self, flat: Tensor) -> None:
         """See `Aggregator.owe`."""
@@ -168,12 +192,16 @@ class _Begun(NamedTuple):
 
     average: SparseVector
     included: SparseVector  # picks of this rank that the average contains
+    rounded_off: tuple[SparseVector, ...]  # what the average lacks and this rank owes
     overflowing: SparseVector  # entries of the average that the gradient's dtype cannot hold
     finite: bool
 
 
 class DenseAggregator:
     """The plain average; owes nothing. `begin` already makes the gradient the average."""
+
+    first = 0
+    draws = None
 
     def __init__(self, comm: Communicator) -> None:
         """`comm`: the ranks; used only within `begin`."""

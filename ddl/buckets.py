@@ -82,10 +82,14 @@ class Bucket:
                 return member.name
         return None
 
-    def part(self, tensor: Tensor, place: int) -> Tensor:
-        """The entries of a tensor of the bucket's length that belong to one parameter."""
-        begin = self._views[place].storage_offset()
-        return tensor[begin : begin + self._views[place].numel()]
+    def part(self, tensor: Tensor, place: int, first: int = 0) -> Tensor:
+        """The entries that belong to one parameter, of a tensor of the bucket's from `first` on."""
+        begin = self._views[place].storage_offset() - first
+        return tensor[max(0, begin) : max(0, begin + self._views[place].numel())]
+
+    def is_channels_last(self, place: int) -> bool:
+        """Whether the entries of a parameter lie in that order in `flat`."""
+        return not self._views[place].is_contiguous()
 
     def __str__(self) -> str:
         """For messages: the bucket's number and what is in it."""

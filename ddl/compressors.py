@@ -1,18 +1,27 @@
-"""The compressors by name: pairings of a selector and a collective."""
+"""The compressors by name: pairings of a selector, a collective and a wire format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ddl.collectives import Collective, aligned, allgather, gtopk
+from ddl.collectives.auto import Auto, Chooser
+from ddl.collectives.exact import Exact
 from ddl.selectors import GaussianK, RandomK, Selector, TopK
+from ddl.wires import PLAIN, WireFormat, find_wire
 
-GTOPK_COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
-    {"tree": gtopk.tree, "butterfly": gtopk.butterfly}
+MakeSelector = Callable[[int], Selector]  # of a bucket, from its seed
+MakeCollective = Callable[[], Collective]  # of a bucket
+
+GTOPK_COLLECTIVES: Mapping[str, MakeCollective] = MappingProxyType(
+    {"tree": lambda: gtopk.tree, "butterfly": lambda: gtopk.butterfly, "exact": Exact}
 )
 DEFAULT_GTOPK = "butterfly"
+AUTO = "auto"
+GTOPK_CHOICES = (*GTOPK_COLLECTIVES, AUTO)
 
 
 @dataclass(frozen=True)
@@ -23,19 +32,37 @@ class Compressor:
         name: what the user calls it.
         make_selector: a new selector for a bucket, given a seed that is the bucket's own; None
             for the dense all-reduce.
-        collective: aggregates the selected entries; None for the dense all-reduce.
+        make_collective: a new collective for a bucket, which aggregates the selected entries; None
+            for the dense all-reduce.
         collective_name: the collective's name, for logs.
+        wire: the format in which the selected entries travel, where they do.
+        winners_per_pick: entries to keep of the sum for each that a rank is to select, where the
+            collective keeps a part.
+        chooser: chooses the collective, and needs to know the links; None where there is no choice.
     """
 
     name: str
-    make_selector: Callable[[int], Selector] | None
-    collective: Collective | None
+    make_selector: MakeSelector | None
+    make_collective: MakeCollective | None
     collective_name: str
+    wire: WireFormat = PLAIN
+    winners_per_pick: float = 1.0
+    chooser: Chooser | None = None
 
     @property
     def is_dense(self) -> bool:
         """Whether gradients are aggregated whole."""
         return self.make_selector is None
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """What all ranks must have chosen alike, by the names of the user's arguments."""
+        return {
+            "compressor": self.name,
+            "collective": self.collective_name,
+            "wire": self.wire.name,
+            "global_density / density": self.winners_per_pick,
+        }
 
 
 def _topk(seed: int) -> Selector:
@@ -46,41 +73,70 @@ def _gaussiank(seed: int) -> Selector:
     return GaussianK()
 
 
-# Name: selector, collective, its name. A collective of None stands for the gTop-k the user chose.
-_TABLE: Mapping[str, tuple[Callable[[int], Selector] | None, Collective | None, str]] = {
-    "none": (None, None, "all-reduce"),
-    "topk": (_topk, allgather.all_gather, "all-gather"),
-    "gtopk": (_topk, None, ""),
-    "gaussiank": (_gaussiank, allgather.all_gather, "all-gather"),
-    "gaussiank-gtopk": (_gaussiank, None, ""),
-    "randomk": (RandomK, aligned.all_reduce, "all-reduce of values"),
+class _Row(NamedTuple):
+    """What a compressor is made of, before the user's choices."""
+
+    make_selector: MakeSelector | None
+    make_collective: MakeCollective | None  # None for the gTop-k the user chooses, or a dense sum
+    collective_name: str
+    sends_entries: bool  # as indices and values, so that there is a choice of wire
+
+
+_TABLE: Mapping[str, _Row] = {
+    "none": _Row(None, None, "all-reduce", False),
+    "topk": _Row(_topk, lambda: allgather.all_gather, "all-gather", True),
+    "gtopk": _Row(_topk, None, "", True),
+    "gaussiank": _Row(_gaussiank, lambda: allgather.all_gather, "all-gather", True),
+    "gaussiank-gtopk": _Row(_gaussiank, None, "", True),
+    "randomk": _Row(RandomK, lambda: aligned.all_reduce, "all-reduce of values", False),
 }
 
 COMPRESSORS: tuple[str, ...] = tuple(_TABLE)
 
 
-def make_compressor(name: str, collective: str | None = None) -> Compressor:
+def make_compressor(
+    name: str,
+    collective: str | None = None,
+    wire: str | None = None,
+    winners_per_pick: float | None = None,
+) -> Compressor:
     """Look a compressor up.
 
     Args:
         name: one of `COMPRESSORS`.
-        collective: for `gtopk` and `gaussiank-gtopk`: "tree" or "butterfly" (default).
+        collective: for `gtopk` and `gaussiank-gtopk`: "tree", "butterfly" (default), "exact", or
+            "auto", which also chooses the all-gather, and a dense all-reduce of the whole bucket.
+        wire: for all but `none` and `randomk`: "plain" (default), "compact" or "compact-fp16".
+        winners_per_pick: for `gtopk` and `gaussiank-gtopk`: global density / density, default 1.
 
     Raises:
-        ValueError: unknown name or collective, or a collective for a compressor without a choice.
+        ValueError: an unknown name, or a choice for a compressor that has none.
     """
     if name not in _TABLE:
         raise ValueError(f"compressor must be one of {', '.join(COMPRESSORS)}, got {name!r}")
-    make_selector, function, function_name = _TABLE[name]
-    if make_selector is None or function is not None:
-        if collective is not None:
-            raise ValueError(
-                f"compressor {name!r} has no choice of collective, got {collective!r}; leave it out"
-            )
-        return Compressor(name, make_selector, function, function_name)
-    chosen = DEFAULT_GTOPK if collective is None else collective
-    if chosen not in GTOPK_COLLECTIVES:
-        raise ValueError(
-            f"collective must be one of {', '.join(GTOPK_COLLECTIVES)}, got {chosen!r}"
+    row = _TABLE[name]
+    is_gtopk = row.make_selector is not None and row.make_collective is None
+    for what, value, has_choice in (
+        ("collective", collective, is_gtopk),
+        ("wire", wire, row.sends_entries),
+        ("global_density", winners_per_pick, is_gtopk),
+    ):
+        if value is not None and not has_choice:
+            got = f", got {value!r}" if isinstance(value, str) else ""
+            raise ValueError(f"compressor {name!r} has no choice of {what}{got}; leave it out")
+    wire_format = PLAIN if wire is None else find_wire(wire)
+    if not is_gtopk:
+        return Compressor(
+            name, row.make_selector, row.make_collective, row.collective_name, wire_format
         )
-    return Compressor(name, make_selector, GTOPK_COLLECTIVES[chosen], chosen)
+    chosen = DEFAULT_GTOPK if collective is None else collective
+    if chosen not in GTOPK_CHOICES:
+        raise ValueError(f"collective must be one of {', '.join(GTOPK_CHOICES)}, got {chosen!r}")
+    ratio = 1.0 if winners_per_pick is None else winners_per_pick
+    if chosen != AUTO:
+        make_collective = GTOPK_COLLECTIVES[chosen]
+        return Compressor(name, row.make_selector, make_collective, chosen, wire_format, ratio)
+    chooser = Chooser()
+    return Compressor(
+        name, row.make_selector, lambda: Auto(chooser, ratio), AUTO, wire_format, ratio, chooser
+    )

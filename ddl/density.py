@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-def check_density(density: float) -> float:
-    """Return `density` as a float if it is one that can be kept.
+def check_density(density: float, name: str = "density") -> float:
+    """Return `density` as a float if it is one that can be kept; `name` is that of the argument.
 
     Raises:
         ValueError: it does not lie in (0, 1].
     """
     if isinstance(density, bool) or not isinstance(density, (int, float)):
-        raise ValueError(f"density must be a number in (0, 1], got {density!r}")
+        raise ValueError(f"{name} must be a number in (0, 1], got {density!r}")
     if not 0 < density <= 1:
         raise ValueError(
-            f"density must lie in (0, 1], got {density!r}; it is the fraction of entries kept, "
+            f"{name} must lie in (0, 1], got {density!r}; it is the fraction of entries kept, "
             "such as 0.001, not a percentage"
         )
     return float(density)

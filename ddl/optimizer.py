@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddl.agreement import ReducerConfig
 from ddl.buckets import NamedParameter
 from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
 from ddl.metrics import StepMetrics
-from ddl.reducer import Reducer, ReducerConfig
+from ddl.reducer import Reducer
 from ddl.settings import Settings
 from ddl.world import communicator
 
@@ -48,6 +49,7 @@ class DistributedOptimizer(Optimizer):
         compressor: the chosen pairing of selector and collective.
         density: fraction of gradient entries to keep at present; the same on every rank.
         skipped_steps: steps skipped because a gradient was not finite.
+        epoch: what `set_epoch` was told last, None if nothing.
     """
 
     # The wrapped optimizer may take the scaler's word for it (fused ones do); the scaler would not
@@ -66,7 +68,10 @@ class DistributedOptimizer(Optimizer):
         compressor: str = "gtopk",
         density: float = 0.001,
         density_warmup: DensityWarmup | None = None,
+        global_density: float | None = None,
         collective: str | None = None,
+        wire: str | None = None,
+        hierarchical: bool | None = None,
         backward_passes_per_step: int = 1,
         unused_parameters: str = "error",
         bucket_bytes: int | None = None,
@@ -84,7 +89,18 @@ class DistributedOptimizer(Optimizer):
             compressor: one of `ddl.COMPRESSORS`.
             density: fraction of the entries of each bucket to keep, in (0, 1].
             density_warmup: higher densities for the first epochs; tell the epoch by `set_epoch`.
-            collective: for gtopk and gaussiank-gtopk: "butterfly" (default) or "tree".
+            global_density: for gtopk and gaussiank-gtopk: fraction of the entries of each bucket
+                to keep of the sum over ranks; default `density`. During a warm-up it is as many
+                times larger as `density` is.
+            collective: for gtopk and gaussiank-gtopk: "butterfly" (default), "tree", "exact", or
+                "auto": what is predicted to be fastest for a bucket on this network, of these, the
+                all-gather and the dense all-reduce.
+            wire: for all compressors but none and randomk: "plain" (default, 8 bytes an entry),
+                "compact" (4 bytes, values as bfloat16) or "compact-fp16". What rounding takes
+                from the average is owed.
+            hierarchical: whether the ranks of a node first add up their gradients, so that nodes
+                aggregate instead of ranks. None (default): where there are several nodes, each with
+                several ranks, and a byte takes more than 4 times as long between as within them.
             backward_passes_per_step: backward passes between two steps; their gradients are summed,
                 as torch does without ddl. `step()` after fewer takes what there is.
             unused_parameters: "error", or "zero" for models in which some parameters get no
@@ -106,8 +122,11 @@ class DistributedOptimizer(Optimizer):
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; the "
                 "model's named_parameters() come second"
             )
-        kind = make_compressor(compressor, collective)
         check_density(density)
+        if global_density is not None:
+            check_density(global_density, "global_density")
+        winners_per_pick = None if global_density is None else global_density / density
+        kind = make_compressor(compressor, collective, wire, winners_per_pick)
         if density_warmup is not None and not isinstance(density_warmup, DensityWarmup):
             raise ValueError(
                 f"density_warmup must be a ddl.DensityWarmup or None, got {density_warmup!r}"
@@ -121,6 +140,8 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(
                 f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
             )
+        if hierarchical not in (None, True, False):
+            raise ValueError(f"hierarchical must be True, False or None, got {hierarchical!r}")
         settings = Settings.from_environment()
         bucket_bytes = settings.bucket_bytes if bucket_bytes is None else bucket_bytes
         if bucket_bytes < 1:
@@ -141,6 +162,7 @@ class DistributedOptimizer(Optimizer):
         self._finite = True
         self._closed = False
         self.skipped_steps = 0
+        self.epoch: int | None = None
         self._reducer = Reducer(
             trainable,
             comm,
@@ -153,6 +175,8 @@ class DistributedOptimizer(Optimizer):
                 unused_parameters=unused_parameters,
                 density_warmup=density_warmup.densities if density_warmup else (),
                 seed=seed,
+                hierarchical=hierarchical,
+                links=settings.links,
             ),
             stall_check_seconds=settings.stall_check_seconds,
         )
@@ -305,6 +329,28 @@ class DistributedOptimizer(Optimizer):
         """Tell the epoch, from 0, to the density warm-up; between two steps, on every rank."""
         if self._warmup is not None:
             self._reducer.density = self._warmup.at(epoch, self._target_density)
+        self.epoch = epoch
+
+    # What checkpoints need besides.
+
+    @property
+    def kind(self) -> str:
+        """The class of the wrapped optimizer."""
+        return type(self._wrapped).__name__
+
+    @property
+    def reducer(self) -> Reducer:
+        """What aggregates the gradients."""
+        return self._reducer
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradient waits to be applied: none has come since the last step."""
+        return self._reducer.idle and not self._synchronized
+
+    def adopt_new_parameters(self) -> None:
+        """Aggregate what was unfrozen since the last step, from now on. Collective."""
+        self._adopt_new_parameters(within_step=False)
 
     @property
     def metrics(self) -> StepMetrics:

@@ -6,38 +6,35 @@
 3. *Wait.* `synchronize` launches what is left and waits for all buckets. Only then gradients become
    averages, so that until then a gradient can be given up (`discard`); and if one of any rank was
    not finite, all are owed.
+
+On a GPU the worker thread works on a stream of its own, which follows the streams that wrote the
+gradients; it is the only thread that waits for the device.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ddl.aggregator import Aggregator, DenseAggregator, Outcome, SparseAggregator
+from ddl.aggregator import Aggregator, Outcome
+from ddl.agreement import Agreement, ReducerConfig
 from ddl.buckets import Bucket, NamedParameter, make_buckets
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
 from ddl.comm.base import LARGEST_LABEL
+from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
-from ddl.errors import (
-    CommunicationError,
-    DDLError,
-    DeadlineError,
-    DisagreementError,
-    GradientError,
-)
+from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
+from ddl.hooks import check_unclaimed, listen
 from ddl.metrics import StepMetrics, overlap_fraction
 from ddl.worker import Worker
 
@@ -48,24 +45,6 @@ GRACE_SECONDS = 10.0
 CHANGE_CURE = (
     "call optimizer.synchronize() between backward() and any change of gradients, such as clipping"
 )
-
-
-@dataclass(frozen=True)
-class ReducerConfig:
-    """Settings that every rank must share."""
-
-    bucket_bytes: int
-    """Gradient bytes a bucket: large saves latency, small overlaps more."""
-    dense_below: int
-    """Parameters with fewer elements stay dense: costs bytes, spares them the delay."""
-    backward_passes_per_step: int
-    """Backward passes whose gradients add up before they are aggregated."""
-    unused_parameters: str
-    """"error", or "zero": what a parameter without gradient means."""
-    density_warmup: tuple[float, ...]
-    """Densities of the first epochs; only compared here."""
-    seed: int
-    """Of random choices that ranks must make alike."""
 
 
 class Reducer:
@@ -108,12 +87,13 @@ class Reducer:
         self._config = config
         self._comm = comm.duplicate()  # the worker thread's
         self._control = comm.duplicate()  # the caller's
-        self._compressor = compressor
-        self._worker = Worker(f"ddl-reducer-{comm.rank}", self._comm.cancel)
+        self._agreement = Agreement(self._comm, self._control, compressor, config)
+        self._worker = Worker(f"ddl-reducer-{comm.rank}", self._agreement.cancel)
         self._stall_check_seconds = stall_check_seconds
         self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
         self._buckets: list[Bucket] = []
         self._aggregators: list[Aggregator] = []
+        self._streams = WorkerStreams(self._comm)
         self._hooks: dict[int, Any] = {}  # by id of the parameter, which its bucket keeps alive
         self._outcomes: list[Outcome] = []
         self._overlap = 0.0
@@ -134,9 +114,9 @@ class Reducer:
             CommunicationError: not every rank takes in parameters now.
         """
         for member in members:
-            _check_unclaimed(member)
+            check_unclaimed(member)
         try:
-            self._check_agreement(members)
+            self._agreement.reach(members, self.density)
             for member in members:
                 messages.broadcast_(self._control, member.parameter)
         except CommunicationError as error:
@@ -154,12 +134,12 @@ class Reducer:
             )
             for bucket in added:
                 self._buckets.append(bucket)
-                self._aggregators.append(self._make_aggregator(bucket))
+                self._aggregators.append(self._agreement.make_aggregator(bucket))
+                self._marks.append(self._streams[bucket.flat.device].mark_caller({}))
                 self._passes.append([int(id(m.parameter) in counted) for m in bucket.members])
                 self._unready.append(len(bucket.members))
                 for place, member in enumerate(bucket.members):
-                    hook = _GradientHook(weakref.ref(self), bucket.index, place)
-                    handle = member.parameter.register_post_accumulate_grad_hook(hook)
+                    handle = listen(self, member.parameter, bucket.index, place)
                     self._hooks[id(member.parameter)] = handle
 
     def knows(self, parameter: nn.Parameter) -> bool:
@@ -171,33 +151,10 @@ class Reducer:
         numbers = messages.gather_objects(self._control, value)
         return sum(numbers) / len(numbers)
 
-    def _make_aggregator(self, bucket: Bucket) -> Aggregator:
-        if self._compressor.is_dense or bucket.dense:
-            return DenseAggregator(self._comm)
-        numel, device = bucket.flat.numel(), bucket.flat.device
-        seed = stable_hash(self._config.seed, bucket.index)
-        return SparseAggregator(self._comm, numel, device, self._compressor, seed)
-
-    def _check_agreement(self, members: Sequence[NamedParameter]) -> None:
-        layout = [(m.name, tuple(m.parameter.shape), str(m.parameter.dtype)) for m in members]
-        mine = {
-            "compressor": self._compressor.name,
-            "collective": self._compressor.collective_name,
-            "density": self.density,
-            **asdict(self._config),
-            "number of parameters": len(layout),
-            "names and shapes of parameters": hashlib.sha256(repr(layout).encode()).hexdigest()[:8],
-        }
-        everyone = messages.gather_objects(self._control, mine)
-        for rank, theirs in enumerate(everyone):
-            for what, expected in everyone[0].items():
-                if theirs[what] != expected:
-                    raise DisagreementError(
-                        f"{what}: rank {rank} has {theirs[what]}, expected {expected} as on rank "
-                        "0; give every rank the same model and settings"
-                    )
-
     def _start_step(self) -> None:
+        # What a launch follows: the last work so far on each stream that wrote its gradients, and
+        # what the step before still does with the results of its own launches.
+        self._marks = [self._streams[b.flat.device].mark_caller({}) for b in self._buckets]
         self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
         self._unready = [len(bucket.members) for bucket in self._buckets]
         self._launched: list[_Launch] = []
@@ -226,6 +183,7 @@ class Reducer:
                     "backward_passes_per_step= the number of backward passes per step"
                 )
             bucket.absorb(place)
+            self._streams[bucket.flat.device].mark_caller(self._marks[index])
             passes[place] += 1
             if passes[place] == expected:
                 self._unready[index] -= 1
@@ -250,10 +208,16 @@ class Reducer:
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
+        stream, marks = self._streams[flat.device], self._marks[index]
+        stream.mark_caller(marks)
 
         def task() -> Outcome:
             comm.label = label
-            return begin(flat, density)
+            with stream.current():
+                stream.follow(marks.values())
+                outcome = begin(flat, density)
+                stream.synchronize()  # what comes next runs on the caller's streams
+            return outcome
 
         self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))
 
@@ -264,9 +228,10 @@ class Reducer:
             bucket = self._buckets[index]
             for place, member in enumerate(bucket.members):
                 bucket.absorb(place)
-                residual = self._aggregators[index].residual
-                if not member.parameter.requires_grad and residual is not None:
-                    bucket.part(residual, place).zero_()  # it must not move while it is frozen
+                owing = self._aggregators[index]
+                if not member.parameter.requires_grad and owing.residual is not None:
+                    # It must not move while it is frozen.
+                    bucket.part(owing.residual, place, owing.first).zero_()
             self._launch(index)
 
     def _check_every_parameter_has_a_gradient(self) -> None:
@@ -337,10 +302,10 @@ class Reducer:
         """Forget the gradients since the last step, as torch does at `zero_grad`. Collective."""
         with self._lock:
             launched, self._launched = self._launched, []
-        for bucket, aggregator, launch in zip(
-            self._buckets, self._aggregators, launched, strict=False
-        ):
+        for bucket, launch in zip(self._buckets, launched, strict=False):
             self._wait_for(launch, bucket)
+        # Only now: on a GPU, a launch under way could take memory over that is still being read.
+        for bucket, aggregator, _ in zip(self._buckets, self._aggregators, launched, strict=False):
             aggregator.discard(bucket.flat)
         self._discarded += bool(launched)
         self._start_step()
@@ -375,6 +340,20 @@ class Reducer:
         except Exception as error:
             raise DDLError(f"{where}: {type(error).__name__}: {error}") from error
 
+    @property
+    def owing(self) -> Iterable[tuple[Bucket, Aggregator]]:
+        """Every bucket and its aggregator, for checkpoints; to be touched between steps only."""
+        return zip(self._buckets, self._aggregators, strict=True)
+
+    @property
+    def history(self) -> tuple[int, int, int]:
+        """Aggregations, gradients given up, steps taken; what ranks must have in common."""
+        return self.step, self._discarded, self.taken
+
+    @history.setter
+    def history(self, counts: Sequence[int]) -> None:
+        self.step, self._discarded, self.taken = counts
+
     def metrics(self) -> StepMetrics:
         """What the last step cost; takes a pass over the residuals."""
         numel = sum(bucket.flat.numel() for bucket in self._buckets)
@@ -403,8 +382,7 @@ class Reducer:
             hook.remove()
         self._hooks = {}
         self._worker.close()
-        self._comm.close()
-        self._control.close()
+        self._agreement.close()
 
 
 class _Launch(NamedTuple):
@@ -412,35 +390,3 @@ class _Launch(NamedTuple):
 
     future: Future[Outcome]
     version: int
-
-
-class _GradientHook:
-    """Tells a reducer of a parameter's gradient; does not keep the reducer alive."""
-
-    def __init__(self, reducer: weakref.ref[Reducer], index: int, place: int) -> None:
-        self._reducer, self._index, self._place = reducer, index, place
-
-    @property
-    def alive(self) -> bool:
-        return self._reducer() is not None
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.on_gradient(self._index, self._place)
-
-
-def _check_unclaimed(member: NamedParameter) -> None:
-    """Refuse a parameter whose gradient is already a view of another reducer's bucket."""
-    hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
-    if any(isinstance(hook, _GradientHook) and hook.alive for hook in hooks.values()):
-        raise ValueError(
-            f"parameter {member.name!r} belongs to another DistributedOptimizer, expected each "
-            "parameter in one; close() the other first, or leave the parameter out of one"
-        )
-
-
-def stable_hash(*numbers: int) -> int:
-    """A 64-bit number that depends on all of `numbers`, the same in every process."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -113,20 +113,27 @@ class GaussianK:
 
 
 class RandomK:
-    """k entries drawn uniformly, the same on every rank and others at every step."""
+    """k entries drawn uniformly, the same on every rank and others at every step.
+
+    Attributes:
+        drawn: draws so far, the same on every rank.
+    """
 
     def __init__(self, seed: int) -> None:
         """Start a sequence of draws; give every rank the same seed, every bucket another."""
         self._seed = seed
-        self._step = 0
+        self.drawn = 0
+
+    def next_seed(self) -> int:
+        """The seed of one more draw, the same on every rank."""
+        # Both numbers spread over all 64 bits, so that no two buckets and steps share draws.
+        name = f"{self._seed} {self.drawn}".encode()
+        self.drawn += 1
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
     def select(self, flat: Tensor, residual: Tensor, k: int, scale: float) -> Packet:
         """See `Selector.select`; zeros are picked too."""
-        # Both numbers spread over all 64 bits, so that no two buckets and steps share draws.
-        name = f"{self._seed} {self._step}".encode()
-        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-        self._step += 1
-        indices = kernels.random_indices(flat.numel(), k, seed).to(flat.device)
+        indices = kernels.random_indices(flat.numel(), k, self.next_seed()).to(flat.device)
         return _packet(kernels.accumulate_at(flat, residual, indices, scale=scale), flat.numel())
 
 

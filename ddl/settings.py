@@ -21,6 +21,12 @@ class Settings:
     """DDL_STALL_SHUTDOWN_TIME_SECONDS: after this long a wait ends in an error."""
     bucket_bytes: int = 25 * 2**20
     """DDL_FUSION_THRESHOLD: gradient bytes a bucket; large saves latency, small overlaps more."""
+    nccl: bool = True
+    """DDL_NCCL: 0 stages messages between GPUs through host memory even where NCCL would do."""
+
+    links: str | None = None
+    """DDL_LINKS: what messages cost, so that it is not measured: alpha,beta in seconds and seconds
+    per byte, and once more within nodes."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -46,7 +52,16 @@ class Settings:
             bucket_bytes=max(
                 1, int(_above_zero(environ, "DDL_FUSION_THRESHOLD", cls.bucket_bytes))
             ),
+            links=environ.get("DDL_LINKS"),
+            nccl=_switch(environ, "DDL_NCCL", cls.nccl),
         )
+
+
+def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    text = environ.get(name, str(int(default)))
+    if text not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}; unset it for {int(default)}")
+    return text == "1"
 
 
 def _above_zero(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ddl
-from ddl.compressors import GTOPK_COLLECTIVES
+from ddl.compressors import GTOPK_CHOICES
+from ddl.wires import WIRES
 
 DATASETS = ("digits", "fashion-mnist", "cifar10", "imagefolder")
 PUBLISHED_WARMUP = "0.25,0.0625,0.015625,0.004"
@@ -126,7 +127,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="densities of the first epochs, or none",
     )
     compression.add_argument(
-        "--collective", choices=tuple(GTOPK_COLLECTIVES), help="how gtopk aggregates"
+        "--global-density", type=density, help="fraction kept of the sum; default: the density"
+    )
+    compression.add_argument("--collective", choices=GTOPK_CHOICES, help="how gtopk aggregates")
+    compression.add_argument(
+        "--hierarchical",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="add up within nodes first",
+    )
+    compression.add_argument(
+        "--wire", choices=tuple(WIRES), help="how entries travel; default: plain"
     )
     compression.add_argument(
         "--bucket-mb", type=positive_float, default=25.0, help="gradients sent together, in MiB"
@@ -163,8 +174,18 @@ def _check_together(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--download with --dataset {args.dataset}, expected cifar10; leave --download out"
         )
-    if args.collective and not args.compressor.endswith("gtopk"):
+    has_choice = args.compressor.endswith("gtopk")
+    for flag, value in (
+        ("--collective", args.collective),
+        ("--global-density", args.global_density),
+    ):
+        if value is not None and not has_choice:
+            raise BadInput(
+                f"{flag} {value} with --compressor {args.compressor}, expected gtopk or "
+                f"gaussiank-gtopk; leave {flag} out"
+            )
+    if args.wire and args.compressor in ("none", "randomk"):
         raise BadInput(
-            f"--collective {args.collective} with --compressor {args.compressor}, expected "
-            "gtopk or gaussiank-gtopk; leave --collective out"
+            f"--wire {args.wire} with --compressor {args.compressor}, which sends no indices, "
+            "expected another compressor; leave --wire out"
         )

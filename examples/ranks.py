@@ -51,6 +51,6 @@ def limit_threads() -> None:
 
 
 def rank_by_launcher() -> str:
-    """The rank that mpirun or srun gave this process, for when MPI itself cannot be asked."""
-    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+    """The rank that the launcher gave this process, for when nobody else can be asked."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0")

@@ -1,4 +1,4 @@
-"""Start programs under mpirun, as a user would."""
+"""Start programs under mpirun or torchrun, as a user would."""
 
 from __future__ import annotations
 
@@ -38,12 +38,34 @@ class Launcher:
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *arguments` on P ranks and capture what it prints."""
-        return subprocess.run(
-            [self.mpirun, "-np", str(P), sys.executable, *arguments],
-            cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        command = [self.mpirun, "-np", str(P), sys.executable, *arguments]
+        return _run(command, cwd, timeout, env)
+
+
+def torchrun(
+    P: int,
+    arguments: Sequence[str],
+    *,
+    cwd: Path = ROOT,
+    timeout: float = 300.0,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *arguments` on P ranks of this host and capture what it prints."""
+    options = ["--standalone", "--nproc-per-node", str(P)]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
+    return _run(command, cwd, timeout, env)
+
+
+def _run(
+    command: Sequence[str], cwd: Path, timeout: float, env: dict[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    """Return once no process that could still print is left."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

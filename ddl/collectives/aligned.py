@@ -7,7 +7,8 @@ import torch
 from ddl.collectives import dense
 from ddl.collectives.collected import Collected
 from ddl.comm import Communicator
-from ddl.sparse import PLAIN, Packet, SparseVector, WireFormat
+from ddl.sparse import Packet, SparseVector
+from ddl.wires import PLAIN, WireFormat
 
 
 def all_reduce(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -> Collected:

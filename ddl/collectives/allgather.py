@@ -7,8 +7,10 @@ import torch
 from ddl import kernels
 from ddl.collectives import messages
 from ddl.collectives.collected import Collected
+from ddl.collectives.rounding import round_off
 from ddl.comm import Communicator
-from ddl.sparse import PLAIN, Packet, SparseVector, WireFormat
+from ddl.sparse import Packet, SparseVector
+from ddl.wires import PLAIN, WireFormat
 
 
 def all_gather(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -> Collected:
@@ -19,16 +21,20 @@ def all_gather(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PL
     """
     local = packet.vector
     device = local.values.device
-    gathered = messages.all_gather(comm, wire.encode(packet))
+    sent = round_off(local, wire)
+    message = wire.encode(Packet(sent.vector, packet.finite))
+    gathered = messages.all_gather(comm, message)
     packets = [wire.decode(message, local.numel, device) for message in gathered]
     vectors = [received.vector for received in packets]
     while len(vectors) > 1:
         pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
         vectors = [_add(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    included = torch.ones(local.count, dtype=torch.bool, device=device)
     return Collected(
         total=vectors[0],
-        included=torch.ones(local.count, dtype=torch.bool, device=device),
+        included=included,
         finite=all(received.finite for received in packets),
+        owed=sent.owed(included),
     )
 
 

@@ -8,26 +8,36 @@ import torch
 from torch import Tensor
 
 from ddl.comm import Communicator
-from ddl.sparse import PLAIN, Packet, SparseVector, WireFormat
+from ddl.sparse import Packet, SparseVector
+from ddl.wires import PLAIN, WireFormat
 
 
 class Collected(NamedTuple):
     """The outcome of a sparse collective on one rank.
+
+    The entries that ranks had included, added up, are the total plus what ranks owe.
 
     Attributes:
         total: the aggregated sum over ranks, the same to the bit on every rank.
         included: bool [count of this rank's vector]: which of its entries `total` contains. An
             entry is contained whole or not at all; what is not is still owed by this rank.
         finite: whether every rank's gradient was finite; the same on every rank.
+        owed: what this rank rounded away of the total on its way, to be owed by it as soon as the
+            total is applied; also at indices that its own vector does not have.
     """
 
     total: SparseVector
     included: Tensor
     finite: bool
+    owed: tuple[SparseVector, ...] = ()
 
 
 class Collective(Protocol):
-    """Aggregates one sparse vector per rank."""
+    """Aggregates one sparse vector per rank, for one bucket, step after step.
+
+    Some are plain functions. Those that remember something between steps are objects, so each
+    bucket has a collective of its own.
+    """
 
     def __call__(
         self, comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN
@@ -52,7 +62,5 @@ def survivors(alive: Tensor, fate: Tensor) -> Tensor:
     Returns:
         bool [count of the input].
     """
-    kept = fate >= 0
-    result = torch.zeros_like(kept)
-    result[kept] = alive[fate[kept].long()]
-    return result
+    dropped = alive.new_zeros(1)  # where a position of -1 points to
+    return torch.cat([alive, dropped]).take(fate.long())

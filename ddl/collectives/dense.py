@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ddl import streams
 from ddl.collectives import messages
 from ddl.comm import Communicator
 
@@ -28,7 +29,7 @@ def all_reduce_(comm: Communicator, tensor: Tensor) -> None:
     """
     if comm.size == 1:
         return
-    host = tensor.detach().cpu().reshape(-1)
+    host = streams.to_host(tensor.detach()).reshape(-1)
     if host.numel() * host.element_size() <= SMALL_BYTES:
         gathered = messages.all_gather(comm, messages.bytes_of(host))
         parts = [part.clone().view(host.dtype) for part in gathered]

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from ddl import kernels
 from ddl.collectives.collected import Collected, survivors
+from ddl.collectives.owners import owners
+from ddl.collectives.rounding import Rounded, round_off
 from ddl.comm import Communicator, frames
-from ddl.sparse import PLAIN, Packet, SparseVector, WireFormat
+from ddl.sparse import Packet, SparseVector
+from ddl.wires import PLAIN, WireFormat
 
 
 def tree(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -> Collected:
@@ -46,16 +49,19 @@ def tree(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -
             children.append((child, my_fate, their_fate))
         distance *= 2
 
+    # What this rank sends up it rounds; rank 0 rounds what it sends down.
+    sent = round_off(held.vector, wire)
     if parent is None:
-        total = held
+        total = Packet(sent.vector, held.finite)
         alive = torch.ones_like(held.vector.indices, dtype=torch.bool)
     else:
-        comm.send(wire.encode(held), parent)
+        comm.send(wire.encode(Packet(sent.vector, held.finite)), parent)
         total, alive = _receive_result(comm, parent, held, wire)
+    owed = sent.owed(alive)
     for child, my_fate, their_fate in reversed(children):
         _send_result(comm, child, total, survivors(alive, their_fate), wire)
         alive = survivors(alive, my_fate)
-    return Collected(total.vector, alive, total.finite)
+    return Collected(total.vector, alive, total.finite, owed)
 
 
 def butterfly(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -> Collected:
@@ -64,41 +70,65 @@ def butterfly(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLA
     log2 P rounds of k entries when P is a power of two. Otherwise, with P = 2^m + e, the e last
     ranks first hand their vectors to the e first, and get the result and the fate of their entries
     back at the end. See `Collective` for arguments.
+
+    The ranks that hold the same vector round it alike, and share out what is owed by index.
     """
     rank, P = comm.rank, comm.size
     core = 1 << (P.bit_length() - 1)
     if rank >= core:
-        comm.send(wire.encode(packet), rank - core)
+        sent = round_off(packet.vector, wire)
+        comm.send(wire.encode(Packet(sent.vector, packet.finite)), rank - core)
         total, alive = _receive_result(comm, rank - core, packet, wire)
-        return Collected(total.vector, alive, total.finite)
+        return Collected(total.vector, alive, total.finite, sent.owed(alive))
 
     held = packet
-    fates = []  # of what this rank held, merge by merge
-    ward_fate = None
+    ward_fates = None  # of what this rank held, and of what its ward sent
     if rank + core < P:
         theirs = _receive(comm, rank + core, packet, wire)
-        held, my_fate, ward_fate = _merge(held, theirs, k)
-        fates.append(my_fate)
+        held, *ward_fates = _merge(held, theirs, k)
+    rounds: list[tuple[Rounded, Tensor]] = []  # what this rank sent, and its fate in the merge
     distance = 1
     while distance < core:
         peer = rank ^ distance
-        message = comm.sendrecv(wire.encode(held), peer, peer)
-        theirs = _decode(message, packet, wire)
+        sent = round_off(held.vector, wire)
+        mine = Packet(sent.vector, held.finite)
+        theirs = _decode(comm.sendrecv(wire.encode(mine), peer, peer), packet, wire)
         if rank < peer:
-            held, my_fate, _ = _merge(held, theirs, k)
+            held, fate, _ = _merge(mine, theirs, k)
         else:
-            held, _, my_fate = _merge(theirs, held, k)
-        fates.append(my_fate)
+            held, _, fate = _merge(theirs, mine, k)
+        rounds.append((sent, fate))
         distance *= 2
 
     alive = torch.ones_like(held.vector.indices, dtype=torch.bool)
-    merges_after_ward = fates[1:] if ward_fate is not None else fates
-    for fate in reversed(merges_after_ward):
+    owed: tuple[SparseVector, ...] = ()
+    if core < P:  # those that get the result sent must not get another one
+        final = round_off(held.vector, wire)
+        held = Packet(final.vector, held.finite)
+        owed += _owed(final, alive, rank, core)
+    for sent, fate in reversed(rounds):
+        distance //= 2
         alive = survivors(alive, fate)
-    if ward_fate is not None:
+        owed += _owed(sent, alive, rank, distance)
+    if ward_fates is not None:
+        my_fate, ward_fate = ward_fates
         _send_result(comm, rank + core, held, survivors(alive, ward_fate), wire)
-        alive = survivors(alive, fates[0])
-    return Collected(held.vector, alive, held.finite)
+        alive = survivors(alive, my_fate)
+    return Collected(held.vector, alive, held.finite, owed)
+
+
+def _owed(sent: Rounded, alive: Tensor, rank: int, holders: int) -> tuple[SparseVector, ...]:
+    """This rank's share of what was rounded off a vector that several ranks hold.
+
+    Args:
+        sent: the vector.
+        alive: bool [count], which of its entries are in the result.
+        rank: this rank; the holders are those that differ from it in the low bits only.
+        holders: how many they are, a power of two.
+    """
+    if sent.lost is None:
+        return ()
+    return sent.owed(alive & (owners(sent.vector.indices, holders) == rank % holders))
 
 
 def _merge(a: Packet, b: Packet, k: int) -> tuple[Packet, Tensor, Tensor]:

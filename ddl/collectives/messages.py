@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddl import streams
 from ddl.comm import Communicator, frames
 
 
@@ -83,7 +84,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """A tensor's elements as a uint8 message on the CPU; shares memory where it can."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return streams.to_host(tensor.detach().contiguous()).reshape(-1).view(torch.uint8)
 
 
 def _dump(value: Any) -> Tensor:

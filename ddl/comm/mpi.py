@@ -1,28 +1,27 @@
 """Ranks as processes under mpirun or srun, through mpi4py.
 
 Buffers travel, never pickles. Waiting polls with a back-off instead of blocking: MPI's own blocking
-calls spin, and 16 ranks that spin on 2 cores take the cores from those that compute.
+calls spin, and 16 ranks that spin on 2 cores take the cores from those that compute. Where MPI
+talks TCP, news ends a sleep early (doorbell.py).
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ddl.comm import polling
 from ddl.comm.base import Communicator, out_of_step
-from ddl.errors import CommunicationError, DeadlineError
+from ddl.comm.doorbell import Doorbell, watching_descriptors
+from ddl.comm.polling import LONGEST_SLEEP
+from ddl.errors import CommunicationError
 
-# A wait first yields its time slice, since most messages of a running collective are about to
-# come; then it sleeps, ever longer. Slow to wake costs at most the cap per message; never to sleep
-# costs a core.
-YIELDS = 20
-FIRST_SLEEP = 20e-6
-LONGEST_SLEEP = 1e-3
+# MPI may need several calls to see what has arrived: one takes the bytes in, the next the message.
+POLLS = 3
 # A message under way moves only while somebody polls, so its transfer is polled more eagerly.
 LONGEST_SLEEP_IN_TRANSFER = 100e-6
 
@@ -65,11 +64,19 @@ def load_mpi() -> Any:
 class MPICommunicator(Communicator):
     """One process of an MPI job."""
 
-    def __init__(self, handle: Any, timeout: float, local: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        timeout: float,
+        local: tuple[int, int] | None = None,
+        doorbell: Doorbell | None = None,
+    ) -> None:
         """Wrap an mpi4py intracommunicator that nothing else sends messages on.
 
-        Collective, unless `local`, rank and size on this host, is known.
+        Collective, unless `local`, rank and size on this host, is known. `doorbell`: what ends a
+        wait's sleep early, if anything does.
         """
+        self._doorbell = Doorbell() if doorbell is None else doorbell
         self._mpi = load_mpi()
         self._handle = handle
         self._cancelled = False
@@ -78,11 +85,15 @@ class MPICommunicator(Communicator):
             local = (on_this_host.Get_rank(), on_this_host.Get_size())
             on_this_host.Free()
         super().__init__(handle.Get_rank(), handle.Get_size(), timeout, local)
+        # Shared memory does not ring.
+        self._all_ring = self._doorbell.connected and self.local_size == 1
 
     @classmethod
     def world(cls, timeout: float) -> MPICommunicator:
         """All processes that mpirun started, apart from whatever else uses COMM_WORLD."""
-        return cls(load_mpi().COMM_WORLD.Dup(), timeout)
+        before = watching_descriptors()
+        world = load_mpi().COMM_WORLD.Dup()
+        return cls(world, timeout, doorbell=Doorbell(watching_descriptors() - before))
 
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None
@@ -118,39 +129,39 @@ class MPICommunicator(Communicator):
 
     def _wait(self, poll: Callable[[], Any], longest_sleep: float, what: str) -> Any:
         """Poll until something else than None comes back, or the deadline passes."""
-        deadline = time.monotonic() + self.timeout
-        polls = 0
-        sleep = FIRST_SLEEP
-        while True:
-            result = poll()
-            if result is not None:
-                return result
-            polls += 1
-            if polls <= YIELDS:
-                time.sleep(0)
-                continue
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"rank {self.rank} of {self.size} waits {what}: nothing within "
-                    f"{self.timeout:g} s; is that rank stalled, or running another script?"
-                )
-            if self._cancelled:
-                raise CommunicationError(f"rank {self.rank} of {self.size} waits {what}: cancelled")
-            time.sleep(sleep)
-            sleep = min(2 * sleep, longest_sleep)
+
+        def poll_again() -> Any:
+            for _ in range(POLLS):
+                result = poll()
+                if result is not None:
+                    return result
+            return None
+
+        result = polling.wait(
+            poll_again,
+            f"rank {self.rank} of {self.size} waits {what}",
+            self.timeout,
+            cancelled=lambda: self._cancelled,
+            longest_sleep=longest_sleep,
+            # Who hears of every message need not look up before.
+            first_sleep=longest_sleep if self._all_ring else polling.FIRST_SLEEP,
+            sleep=self._doorbell.sleep,
+        )
+        self._doorbell.answered()
+        return result
 
     def split(self, color: int, key: int) -> MPICommunicator:
         """See `Communicator.split`."""
         arrived = self._handle.Ibarrier()  # Split itself would wait without a deadline
         self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to split")
-        return MPICommunicator(self._handle.Split(color, key), self.timeout)
+        return MPICommunicator(self._handle.Split(color, key), self.timeout, None, self._doorbell)
 
     def duplicate(self) -> MPICommunicator:
         """See `Communicator.duplicate`."""
         arrived = self._handle.Ibarrier()
         self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to duplicate")
         local = (self.local_rank, self.local_size)
-        return MPICommunicator(self._handle.Dup(), self.timeout, local)
+        return MPICommunicator(self._handle.Dup(), self.timeout, local, self._doorbell)
 
     def cancel(self) -> None:
         """See `Communicator.cancel`."""

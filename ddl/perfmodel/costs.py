@@ -136,8 +136,8 @@ def tree(
         path_bytes=(sum(held) + levels * result) * entry_bytes,
         sent_bytes=(up + (P - 1) * result) / P * entry_bytes,
         busiest_bytes=levels * result * entry_bytes,  # rank 0, to each of its children
-        host_messages=2 * levels,
-        host_entries=5 * (sum(held) + levels * result),
+        host_messages=2.5 * levels,
+        host_entries=2 * (sum(held) + levels * result),
     )
 
 
@@ -160,7 +160,7 @@ def butterfly(
         # A partner also sends the result back.
         busiest_bytes=(sum(held) + folded * result) * entry_bytes,
         host_messages=2 * (rounds + folded),
-        host_entries=6 * sum(held) + 4 * fold + folded * 6 * result,
+        host_entries=4 * sum(held) + 2 * (fold + folded * result),
     )
 
 
@@ -194,8 +194,8 @@ def exact(
         path_bytes=(fold + scattered + gathered + unfold) * entry_bytes,
         sent_bytes=mean * entry_bytes,
         busiest_bytes=(scattered + gathered + unfold) * entry_bytes,
-        host_messages=5 * rounds + 6 * (P > 1) + 2 * folded,
-        host_entries=10 * sum(held) + 4 * (k + winners) * (P > 1) + 4 * fold,
+        host_messages=5 * rounds + 3 * (P > 1) + 2 * folded,
+        host_entries=3 * sum(held) + 5 * (k + winners) * (P > 1) + 2 * (fold + unfold),
     )
 
 

@@ -1,6 +1,7 @@
-"""Run every law on the ranks of an MPI job: mpirun -np 3 python tests/engine/laws_under_mpirun.py.
+"""Run every law on the ranks of a job: mpirun -np 3 python tests/engine/laws_under_mpirun.py.
 
-Every rank draws the same examples, and a failure on one is a failure on all, so none is left alone.
+An argument is the number of examples of each law, 15 without it. Every rank draws the same ones,
+and a failure on one is a failure on all, so none is left alone.
 """
 
 import sys
@@ -12,10 +13,12 @@ from laws import LAWS, cases
 
 import ddl
 
+EXAMPLES = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+
 
 def check(law, comm) -> None:
     @settings(
-        max_examples=15,
+        max_examples=EXAMPLES,
         derandomize=True,
         database=None,
         deadline=None,

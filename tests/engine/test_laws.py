@@ -12,6 +12,7 @@ from ddl.aggregator import SparseAggregator, aggregate
 from ddl.comm import SingleCommunicator, threads
 from ddl.compressors import make_compressor
 from ddl.selectors import GaussianK, Prediction, TopK
+from ddl.wires import WIRES
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -35,8 +36,9 @@ def test_laws_hold_under_mpirun(mpirun, P):
     assert done.stdout.splitlines()[-1] == f"{len(LAWS)} laws hold on {P} ranks"
 
 
-@pytest.mark.parametrize("collective", ["tree", "butterfly"])
-def test_nothing_is_lost_among_16_ranks_with_half_shared_gradients(collective):
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("collective", ["tree", "butterfly", "exact"])
+def test_nothing_is_lost_among_16_ranks_with_half_shared_gradients(collective, wire):
     """The setting in which the published residual rule loses 60 % of the coordinates."""
     n, k, P, correlation = 1_000_000, 1000, 16, 0.5
 
@@ -45,7 +47,7 @@ def test_nothing_is_lost_among_16_ranks_with_half_shared_gradients(collective):
         own = torch.randn(n, generator=torch.Generator().manual_seed(2 + comm.rank))
         flat = correlation * shared + (1 - correlation) * own
         gradient = flat.clone()
-        compressor = make_compressor("gtopk", collective)
+        compressor = make_compressor("gtopk", collective, wire)
         aggregator = SparseAggregator(comm, n, torch.device("cpu"), compressor, seed=0)
         aggregate(aggregator, flat, k / n)
         return gradient, flat, aggregator.residual

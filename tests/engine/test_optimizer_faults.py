@@ -261,7 +261,10 @@ def test_ranks_with_different_models_or_settings_are_told_apart_at_the_start():
         ({"density": True}, r"density must be a number in \(0, 1\], got True"),
         ({"density": "0.1"}, r"density must be a number in \(0, 1\], got '0.1'"),
         ({"density_warmup": 4}, r"density_warmup must be a ddl.DensityWarmup or None, got 4"),
-        ({"collective": "star"}, "collective must be one of tree, butterfly, got 'star'"),
+        (
+            {"collective": "star"},
+            "collective must be one of tree, butterfly, exact, auto, got 'star'",
+        ),
         ({"compressor": "topk", "collective": "tree"}, "'topk' has no choice of collective"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1, got 0"),
         ({"unused_parameters": "skip"}, "unused_parameters must be one of error, zero"),

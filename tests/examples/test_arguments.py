@@ -53,6 +53,10 @@ def test_every_compressor_is_an_argument(compressor):
         (["--download"], ["--download", "digits", "cifar10"]),
         (["--compressor", "topk", "--collective", "tree"], ["tree", "topk", "gtopk"]),
         (["--collective", "star"], ["--collective", "star", "tree"]),
+        (["--wire", "zip"], ["--wire", "zip", "compact"]),
+        (["--compressor", "randomk", "--wire", "compact"], ["--wire compact", "randomk"]),
+        (["--global-density", "2"], ["--global-density", "'2'", "(0, 1]"]),
+        (["--compressor", "topk", "--global-density", "0.1"], ["--global-density 0.1", "topk"]),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(arguments, words):

@@ -85,11 +85,14 @@ def test_every_compressor_trains_on_two_ranks(train, compressor):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("P", "collective"), [(1, "tree"), (3, "butterfly"), (4, "tree")])
-def test_gtopk_trains_on_any_number_of_ranks(train, P, collective):
-    summary, metrics = train(P, "--compressor", "gtopk", "--collective", collective)
+@pytest.mark.parametrize(
+    ("P", "collective", "wire"),
+    [(1, "tree", "plain"), (3, "butterfly", "compact-fp16"), (4, "exact", "compact")],
+)
+def test_gtopk_trains_on_any_number_of_ranks(train, P, collective, wire):
+    summary, metrics = train(P, "--collective", collective, "--wire", wire)
     check(summary, metrics, P, "gtopk")
-    assert summary["collective"] == collective
+    assert (summary["collective"], summary["wire"]) == (collective, wire)
 
 
 @pytest.mark.mpi

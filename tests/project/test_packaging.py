@@ -129,10 +129,11 @@ def test_a_launcher_that_does_not_fit_is_refused(tmp_path, variables, message):
     assert message in done.stderr
 
 
-def test_torchrun_is_told_to_use_mpirun_instead_of_training_apart(tmp_path):
+def test_a_job_of_torch_distributed_without_an_address_is_told_what_is_missing(tmp_path):
     done = python("import ddl; ddl.init()", tmp_path, RANK="0", WORLD_SIZE="4")
     assert done.returncode != 0
-    assert "one of 4 that torchrun started, expected mpirun or srun" in done.stderr
+    assert "no job of torch.distributed could be joined" in done.stderr
+    assert "environment variable MASTER_ADDR expected" in done.stderr
 
 
 @pytest.mark.parametrize(
