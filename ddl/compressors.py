@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ddl.collectives import Collective, aligned, allgather, gtopk
+from ddl.collectives import Collective, aligned, allgather, by_size, gtopk
 from ddl.collectives.auto import Auto, Chooser
 from ddl.collectives.exact import Exact
 from ddl.selectors import GaussianK, RandomK, Selector, TopK
@@ -19,7 +19,6 @@ MakeCollective = Callable[[], Collective]  # of a bucket
 GTOPK_COLLECTIVES: Mapping[str, MakeCollective] = MappingProxyType(
     {"tree": lambda: gtopk.tree, "butterfly": lambda: gtopk.butterfly, "exact": Exact}
 )
-DEFAULT_GTOPK = "butterfly"
 AUTO = "auto"
 GTOPK_CHOICES = (*GTOPK_COLLECTIVES, AUTO)
 
@@ -104,8 +103,9 @@ def make_compressor(
 
     Args:
         name: one of `COMPRESSORS`.
-        collective: for `gtopk` and `gaussiank-gtopk`: "tree", "butterfly" (default), "exact", or
-            "auto", which also chooses the all-gather, and a dense all-reduce of the whole bucket.
+        collective: for `gtopk` and `gaussiank-gtopk`: "tree", "butterfly", "exact", or "auto",
+            which also chooses the all-gather, and a dense all-reduce of the whole bucket; default
+            by the number of ranks, see `ddl.collectives.by_size`.
         wire: for all but `none` and `randomk`: "plain" (default), "compact" or "compact-fp16".
         winners_per_pick: for `gtopk` and `gaussiank-gtopk`: global density / density, default 1.
 
@@ -129,13 +129,16 @@ def make_compressor(
         return Compressor(
             name, row.make_selector, row.make_collective, row.collective_name, wire_format
         )
-    chosen = DEFAULT_GTOPK if collective is None else collective
-    if chosen not in GTOPK_CHOICES:
-        raise ValueError(f"collective must be one of {', '.join(GTOPK_CHOICES)}, got {chosen!r}")
+    if collective is not None and collective not in GTOPK_CHOICES:
+        raise ValueError(
+            f"collective must be one of {', '.join(GTOPK_CHOICES)}, got {collective!r}"
+        )
     ratio = 1.0 if winners_per_pick is None else winners_per_pick
-    if chosen != AUTO:
-        make_collective = GTOPK_COLLECTIVES[chosen]
-        return Compressor(name, row.make_selector, make_collective, chosen, wire_format, ratio)
+    if collective is None:
+        return Compressor(name, row.make_selector, by_size.BySize, by_size.NAME, wire_format, ratio)
+    if collective != AUTO:
+        make_collective = GTOPK_COLLECTIVES[collective]
+        return Compressor(name, row.make_selector, make_collective, collective, wire_format, ratio)
     chooser = Chooser()
     return Compressor(
         name, row.make_selector, lambda: Auto(chooser, ratio), AUTO, wire_format, ratio, chooser

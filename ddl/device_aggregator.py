@@ -21,6 +21,7 @@ from torch import Tensor
 from ddl import kernels, streams
 from ddl.aggregator import Aggregator, Outcome
 from ddl.collectives import Collective, aligned, allgather, device, device_gtopk, gtopk
+from ddl.collectives.by_size import BySize
 from ddl.collectives.device import DeviceCollected, DeviceCollective, Padded
 from ddl.comm import Communicator
 from ddl.comm.base import out_of_step
@@ -129,7 +130,10 @@ def _device_form(
     if compressor.wire is not PLAIN:
         return None
     selector = launched(compressor.make_selector(seed))
-    collect = DEVICE_COLLECTIVES.get(compressor.make_collective())
+    collective = compressor.make_collective()
+    if isinstance(collective, BySize):  # its exact form works on the host
+        collective = gtopk.butterfly
+    collect = DEVICE_COLLECTIVES.get(collective)
     return None if selector is None or collect is None else (selector, collect)
 
 

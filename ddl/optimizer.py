@@ -92,9 +92,10 @@ class DistributedOptimizer(Optimizer):
             global_density: for gtopk and gaussiank-gtopk: fraction of the entries of each bucket
                 to keep of the sum over ranks; default `density`. During a warm-up it is as many
                 times larger as `density` is.
-            collective: for gtopk and gaussiank-gtopk: "butterfly" (default), "tree", "exact", or
-                "auto": what is predicted to be fastest for a bucket on this network, of these, the
-                all-gather and the dense all-reduce.
+            collective: for gtopk and gaussiank-gtopk: "butterfly" (default below 8 ranks, and
+                between GPUs), "exact" (default from 8 ranks on), "tree", or "auto": what is
+                predicted to be fastest for a bucket on this network, of these, the all-gather and
+                the dense all-reduce.
             wire: for all compressors but none and randomk: "plain" (default, 8 bytes an entry),
                 "compact" (4 bytes, values as bfloat16) or "compact-fp16". What rounding takes
                 from the average is owed.

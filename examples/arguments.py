@@ -115,6 +115,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
 
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument(
+        "--checkpoint-dir", type=Path, help="save here after each epoch and at the end"
+    )
+    checkpoints.add_argument(
+        "--checkpoint-every", type=positive_int, help="save after every so many steps, too"
+    )
+    checkpoints.add_argument(
+        "--resume", action="store_true", help="go on from the newest one in --checkpoint-dir"
+    )
+
     compression = parser.add_argument_group("gradient compression")
     compression.add_argument(
         "--compressor", choices=tuple(ddl.COMPRESSORS), default="gtopk", help="what is sent"
@@ -174,6 +185,12 @@ def _check_together(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--download with --dataset {args.dataset}, expected cifar10; leave --download out"
         )
+    for flag, value in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
+        if value and not args.checkpoint_dir:
+            raise BadInput(
+                f"{flag} without --checkpoint-dir, expected the folder of checkpoints; add "
+                "--checkpoint-dir PATH"
+            )
     has_choice = args.compressor.endswith("gtopk")
     for flag, value in (
         ("--collective", args.collective),

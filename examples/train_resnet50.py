@@ -11,10 +11,15 @@ validation, of all ranks), TensorBoard events, and summary.json, which is also t
 printed. Figures per step in it are means over all steps, density warm-up included, and bytes are
 those of one rank, on average.
 
+With --checkpoint-dir the run is saved after each epoch and at its end. The same command with
+--resume added goes on where the newest checkpoint stands, to the bit on as many workers; on another
+number the epoch's remaining images and the learning rate are those of the new number.
+
 Exit code: 0; 1 if the parameters of the ranks differ at the end; 2 for arguments or data that
 cannot be used.
 """
 
+import json
 import logging
 import math
 import sys
@@ -25,6 +30,7 @@ from typing import Any
 
 import torch
 from arguments import BadInput, one_line, parse_arguments
+from data_order import Repeatable, ResumableSampler
 from image_data import ImageData, count_classes, load_data
 from image_models import IMAGE_SIZES, build_model, choose_image_size, training_loss
 from ranks import average_buffers, limit_threads, mean_over_ranks, on_all_ranks, rank_by_launcher
@@ -32,11 +38,15 @@ from run_log import RunLog
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 import ddl
 
 logger = logging.getLogger("train_resnet50")
+
+CHECKPOINTS_KEPT = 2
+# What a run must be resumed with as it was begun.
+LASTING = ("dataset", "image_size", "batch_size", "base_lr", "momentum", "wd", "seed")
 
 
 def main() -> int:
@@ -86,7 +96,11 @@ class Trainer:
         self.optimizer = on_all_ranks(self.make_optimizer)
         self.schedule = LambdaLR(self.optimizer, self.learning_rate_factor)
         self.step_seconds: list[float] = []
-        self.log = on_all_ranks(lambda: open_log(args))
+        self.step = self.epoch = 0
+        self.position = 0  # images of the epoch that all ranks together have seen
+        if args.resume:
+            on_all_ranks(self.resume)
+        self.log = on_all_ranks(lambda: open_log(args, self.step))
 
     def make_optimizer(self) -> ddl.DistributedOptimizer:
         """SGD at the peak learning rate, wrapped."""
@@ -121,15 +135,75 @@ class Trainer:
             step / self.steps_per_epoch, args.warmup_epochs, args.epochs, 1 / ddl.size()
         )
 
+    @property
+    def last_step(self) -> int:
+        """The step to end after, counted from 1."""
+        last_step = self.args.epochs * self.steps_per_epoch
+        return min(last_step, self.args.max_steps or last_step)
+
+    def save(self, epoch: int) -> None:
+        """Writes a checkpoint, if one is wanted; `epoch` is the one to go on in."""
+        args = self.args
+        if args.checkpoint_dir:
+            ddl.save_checkpoint(
+                args.checkpoint_dir,
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.schedule,
+                epoch=epoch,
+                step=self.step,
+                position=self.position,
+                extra={name: str(getattr(args, name)) for name in LASTING},
+                keep=CHECKPOINTS_KEPT,
+            )
+
+    def resume(self) -> None:
+        """Goes on where the newest checkpoint stands.
+
+        Raises:
+            BadInput: there is none, or it is one of another run, or the run has ended.
+        """
+        args, P = self.args, ddl.size()
+        try:
+            restored = ddl.load_checkpoint(
+                args.checkpoint_dir,
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.schedule,
+            )
+        except ddl.DDLError as error:
+            raise BadInput(f"--resume: {one_line(error)}") from error
+        for name, value in restored.extra.items():
+            if str(getattr(args, name)) != value:
+                raise BadInput(
+                    f"--resume with {name} {getattr(args, name)}, expected {value} as in "
+                    f"{restored.path}; give the same, or leave --resume out"
+                )
+        self.epoch, seen = restored.epoch, restored.position // P
+        steps_left = (len(self.sampler) - seen) // args.batch_size
+        if steps_left == 0:  # only with other ranks than before
+            self.epoch, seen, steps_left = self.epoch + 1, 0, self.steps_per_epoch
+        self.sampler.start, self.position = seen, seen * P
+        self.step = (self.epoch + 1) * self.steps_per_epoch - steps_left
+        if restored.P != P:
+            self.schedule.base_lrs = [args.base_lr * P]
+            self.schedule.last_epoch = self.step - 1
+            self.schedule.step()
+        if self.step >= self.last_step:
+            raise BadInput(
+                f"--resume: {restored.path} is at step {self.step}, expected one before step "
+                f"{self.last_step}, where the run ends; raise --epochs or --max-steps"
+            )
+
     def run(self) -> bool:
         """Trains and validates; returns whether all ranks hold the same parameters."""
-        last_step = self.args.epochs * self.steps_per_epoch
-        last_step = min(last_step, self.args.max_steps or last_step)
-        step = 0
-        for epoch in range(math.ceil(last_step / self.steps_per_epoch)):
-            step, train_loss = self.train_epoch(epoch, step, last_step)
+        for epoch in range(self.epoch, math.ceil(self.last_step / self.steps_per_epoch)):
+            train_loss = self.train_epoch(epoch)
             val_loss, val_accuracy = self.validate()
-            self.log.record(step, epoch, {"val/loss": val_loss, "val/accuracy": val_accuracy})
+            self.log.record(self.step, epoch, {"val/loss": val_loss, "val/accuracy": val_accuracy})
+            if self.step == (epoch + 1) * self.steps_per_epoch:
+                self.position = 0
+                self.save(epoch + 1)
             logger.info(
                 "epoch %d/%d: train loss %.4f, val loss %.4f, val accuracy %.2f %%, density %.2g",
                 epoch + 1,
@@ -140,10 +214,10 @@ class Trainer:
                 self.optimizer.metrics.density_actual,
             )
         self.optimizer.close()
-        return self.summarize(step, train_loss, val_accuracy)
+        return self.summarize(train_loss, val_accuracy)
 
-    def train_epoch(self, epoch: int, step: int, last_step: int) -> tuple[int, float]:
-        """One pass over this rank's shard: returns steps done so far, mean loss of all ranks."""
+    def train_epoch(self, epoch: int) -> float:
+        """One pass over this rank's shard, or what is left of it: the mean loss of all ranks."""
         self.model.train()
         self.sampler.set_epoch(epoch)
         self.optimizer.set_epoch(epoch)
@@ -158,13 +232,14 @@ class Trainer:
             backward_done = perf_counter()
             self.optimizer.step()
             self.schedule.step()
-            step += 1
+            self.step += 1
+            self.position += len(labels) * ddl.size()
 
             losses.append(loss.item())
             previous, done = done, perf_counter()
             self.step_seconds.append(done - previous)
             self.log.record(
-                step,
+                self.step,
                 epoch,
                 {
                     "train/loss": losses[-1],
@@ -176,9 +251,15 @@ class Trainer:
                     **self.optimizer.metrics.as_dict(),
                 },
             )
-            if step == last_step:
+            every, ended = self.args.checkpoint_every, self.step == self.last_step
+            # At the end of an epoch the run is saved after the validation, which changes it.
+            if self.step < (epoch + 1) * self.steps_per_epoch:
+                if ended or (every and self.step % every == 0):
+                    self.save(epoch)
+                    done = perf_counter()
+            if ended:
                 break
-        return step, mean_over_ranks(sum(losses) / len(losses))
+        return mean_over_ranks(sum(losses) / len(losses))
 
     @torch.no_grad()
     def validate(self) -> tuple[float, float]:
@@ -194,7 +275,7 @@ class Trainer:
         loss, correct, count = ddl.allreduce_mean(totals).tolist()
         return loss / count, correct / count
 
-    def summarize(self, steps: int, train_loss: float, val_accuracy: float) -> bool:
+    def summarize(self, train_loss: float, val_accuracy: float) -> bool:
         """Prints the line of results on rank 0 and writes it to summary.json."""
         args = self.args
         digests = ddl.gather_object(ddl.parameters_digest(self.model))
@@ -212,7 +293,7 @@ class Trainer:
             "global_density": args.global_density,
             "density_actual": self.log.mean("comm/density_actual"),
             "epochs": args.epochs,
-            "steps": steps,
+            "steps": self.step,
             "val_accuracy": val_accuracy,
             "train_loss": train_loss,
             "images_per_second": args.batch_size * ddl.size() * len(seconds) / sum(seconds),
@@ -251,7 +332,7 @@ def load_everywhere(args: Namespace, image_size: int) -> ImageData:
 
 def make_loaders(
     args: Namespace, data: ImageData
-) -> tuple[DataLoader, DistributedSampler, DataLoader]:
+) -> tuple[DataLoader, ResumableSampler, DataLoader]:
     """Training loader, what shuffles it, and validation loader, all of this rank's shard.
 
     Raises:
@@ -271,16 +352,18 @@ def make_loaders(
         # A process forked from one that runs MPI and threads may hang.
         "multiprocessing_context": "forkserver" if args.workers else None,
         "pin_memory": choose_device(args).type == "cuda",
+        # Otherwise each pass would draw from the generator of dropout.
+        "generator": torch.Generator(),
     }
     # Every rank must take the same number of steps, so the images left over are dropped (others in
     # each epoch).
-    sampler: DistributedSampler = DistributedSampler(
+    sampler = ResumableSampler(
         data.train, num_replicas=P, rank=ddl.rank(), seed=args.seed, drop_last=True
     )
     # DistributedSampler would pad its shards with images that then count twice.
     val = Subset(data.val, range(ddl.rank(), len(data.val), P))
     return (
-        DataLoader(data.train, sampler=sampler, drop_last=True, **options),
+        DataLoader(Repeatable(data.train, args.seed), sampler=sampler, drop_last=True, **options),
         sampler,
         DataLoader(val, **options),
     )
@@ -300,9 +383,30 @@ def choose_device(args: Namespace) -> torch.device:
     return torch.device("cuda", ddl.local_rank() % torch.cuda.device_count())
 
 
-def open_log(args: Namespace) -> RunLog:
+def open_log(args: Namespace, step: int) -> RunLog:
+    """The log of the run, which keeps what it says of the steps before one that is resumed."""
     default = Path("logs") / f"{args.model}-{args.dataset}-{args.compressor}-P{ddl.size()}"
-    return RunLog((args.log_dir or default) if ddl.rank() == 0 else None)
+    folder = args.log_dir or default
+    if ddl.rank() != 0:
+        return RunLog(None)
+    earlier = records_until(step, folder / "metrics.jsonl") if args.resume else []
+    log = RunLog(folder)
+    for record in earlier:
+        log.record(record.pop("step"), record.pop("epoch"), record)
+    return log
+
+
+def records_until(step: int, path: Path) -> list[dict[str, Any]]:
+    """The lines of an interrupted run's metrics.jsonl up to a step; the last may be cut off."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] <= step:
+            records.append(record)
+    return records
 
 
 def hits(logits: Tensor, labels: Tensor) -> int:

@@ -366,3 +366,19 @@ def test_a_choice_that_cannot_be_met_is_refused(options, message):
 def test_ranks_that_choose_differently_are_told(option, values, message):
     with pytest.raises(ddl.DisagreementError, match=message):
         threads.run(2, lambda comm: wrap(make_model(), **{option: values[comm.rank]}))
+
+
+@pytest.mark.parametrize("P", [4, 7, 8, 9])
+def test_where_none_is_chosen_the_number_of_ranks_decides(P):
+    expected = make_compressor("gtopk", "exact" if P >= 8 else "butterfly")
+
+    def after(kind):
+        def work(comm):
+            aggregator = SparseAggregator(comm, 500, torch.device("cpu"), kind, seed=0)
+            flat = torch.randn(500, generator=torch.Generator().manual_seed(comm.rank))
+            aggregate(aggregator, flat, 0.05)
+            return flat
+
+        return threads.run(P, work)[0]
+
+    assert torch.equal(after(make_compressor("gtopk")), after(expected))

@@ -15,6 +15,7 @@ LAYERS = [
     [
         "ddl.agreement",
         "ddl.buckets",
+        "ddl.ddp_buckets",
         "ddl.gpus",
         "ddl.hooks",
         "ddl.metrics",
