@@ -48,6 +48,7 @@ def run(arguments: Sequence[str], timeout: float = 600.0) -> subprocess.Complete
         # Python leaks by design; memory of ours is what counts.
         "ASAN_OPTIONS": f"detect_leaks=0:exitcode={FAILED}:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": f"print_stacktrace=1:exitcode={FAILED}",
+        "PYTHONUNBUFFERED": "1",  # an abort loses what is still in a buffer
         "PYTHONPATH": os.pathsep.join(
             [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         ),
