@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const Found cutoff = search->found[2];
         const Count count = emit(source, cutoff.digits, cutoff.rank, kept_of_blocks);
         pad(out_indices, out_values, count, capacity);
-        if (first_entry() == 0) report[0] = static_cast<int>(count);
+        if (first_entry() == 0) report[kReportCount] = static_cast<int>(count);
     }
 }
 

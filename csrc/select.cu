@@ -130,7 +130,7 @@ __device__ Found gaussian_cutoff(const State *state, Count k, Found exact) {
     return exact;
 }
 
-// Digit 2 of everything, and how many keys exceed each of Gaussian-k's thresholds.
+// How many keys exceed each of Gaussian-k's thresholds.
 template <class Source> __device__ void count_above_rules(const Source &source, State *state) {
     const Range chunks = share_of_block((source.size() + kChunk - 1) / kChunk);
     Count above[kRules] = {};

@@ -13,15 +13,6 @@ constexpr int kTile =
     4096;                 // entries a block accumulates at a time; the launch wrappers' number too
 constexpr int kRules = 6; // thresholds that Gaussian-k may come to try
 
-// What the caller learns; the launch wrappers' order too.
-enum Report {
-    kReportCount,     // entries selected
-    kReportNonfinite, // accumulated values that are not finite
-    kReportThreshold, // smallest key selected, 0 if none was
-    kReportPassed,    // entries that reached the prediction
-    kReportRepaired,  // 1 if the prediction was of no use
-};
-
 // Zeroed before the first launch.
 struct State {
     Search sampled;    // for the predicted threshold

@@ -203,6 +203,15 @@ __device__ Count emit(Source &source, Bits cutoff, Count ties, const Wide *count
     return place_after(above_of(all), equal_of(all), ties);
 }
 
+// What the caller learns; the launch wrappers' order too.
+enum Report {
+    kReportCount,     // entries kept; a merge reports nothing else
+    kReportNonfinite, // accumulated values that are not finite
+    kReportThreshold, // smallest key selected, 0 if none was
+    kReportPassed,    // entries that reached the prediction
+    kReportRepaired,  // 1 if the prediction was of no use
+};
+
 // Behind the last entry of a vector of fixed capacity stands padding.
 __device__ __forceinline__ void pad(Index *indices, float *values, Size count, Size capacity) {
     for (Size i = count + first_entry(); i < capacity; i += entry_stride()) {

@@ -1,7 +1,7 @@
 """The operations on a CUDA device: launch wrappers around the kernels of csrc.
 
 Nothing in a `launch_*` function waits for the device or reads from it, so each can be captured in a
-CUDA graph. The other functions read the count at their end, to hand out tensors of that length.
+CUDA graph. Selections and merges read the report at their end, to hand out tensors of that length.
 """
 
 import numpy as np
@@ -265,7 +265,7 @@ class CudaOperations:
             np.int64(indices.numel()),
         )
 
-    # With one synchronisation, at the end.
+    # These wait for the device: what they return has the right length, and plain numbers.
 
     def accumulate_topk(
         self, flat: Tensor, residual: Tensor, k: int, scale: float, threshold: float
