@@ -309,7 +309,7 @@ def test_a_default_group_is_joined_and_survives_and_a_bucket_may_be_under_way_at
     )
     done = torchrun(2, [str(script)])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["reached the end"] * 2
+    assert done.stdout.count("reached the end") == 2  # lines of two ranks may run together
 
 
 LAST_WORDS = """
