@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ddl import kernels
+from ddl.collectives import messages
 from ddl.collectives.collected import Collected, survivors
 from ddl.collectives.owners import owners
 from ddl.collectives.rounding import Rounded, round_off
@@ -35,7 +36,8 @@ def tree(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -
     """
     rank, P = comm.rank, comm.size
     held = packet
-    children: list[tuple[int, Tensor, Tensor]] = []  # child, fate of what I held, of what it sent
+    # Distance of a child, fate of what I held, of what it sent.
+    children: list[tuple[int, Tensor, Tensor]] = []
     parent = None
     distance = 1
     while distance < P:
@@ -46,7 +48,7 @@ def tree(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -
         if child < P:
             theirs = _receive(comm, child, packet, wire)
             held, my_fate, their_fate = _merge(held, theirs, k)
-            children.append((child, my_fate, their_fate))
+            children.append((distance, my_fate, their_fate))
         distance *= 2
 
     # What this rank sends up it rounds; rank 0 rounds what it sends down.
@@ -56,10 +58,12 @@ def tree(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLAIN) -
         alive = torch.ones_like(held.vector.indices, dtype=torch.bool)
     else:
         comm.send(wire.encode(Packet(sent.vector, held.finite)), parent)
-        total, alive = _receive_result(comm, parent, held, wire)
+        result = messages.take_turn(comm, parent, distance)
+        total, alive = _decode_result(result, held, wire)
     owed = sent.owed(alive)
-    for child, my_fate, their_fate in reversed(children):
-        _send_result(comm, child, total, survivors(alive, their_fate), wire)
+    for below, my_fate, their_fate in reversed(children):
+        result = _encode_result(total, survivors(alive, their_fate), wire)
+        messages.send_in_turn(comm, result, rank + below, below)
         alive = survivors(alive, my_fate)
     return Collected(total.vector, alive, total.finite, owed)
 
@@ -78,7 +82,7 @@ def butterfly(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLA
     if rank >= core:
         sent = round_off(packet.vector, wire)
         comm.send(wire.encode(Packet(sent.vector, packet.finite)), rank - core)
-        total, alive = _receive_result(comm, rank - core, packet, wire)
+        total, alive = _decode_result(comm.recv(rank - core), packet, wire)
         return Collected(total.vector, alive, total.finite, sent.owed(alive))
 
     held = packet
@@ -112,7 +116,7 @@ def butterfly(comm: Communicator, packet: Packet, k: int, wire: WireFormat = PLA
         owed += _owed(sent, alive, rank, distance)
     if ward_fates is not None:
         my_fate, ward_fate = ward_fates
-        _send_result(comm, rank + core, held, survivors(alive, ward_fate), wire)
+        comm.send(_encode_result(held, survivors(alive, ward_fate), wire), rank + core)
         alive = survivors(alive, my_fate)
     return Collected(held.vector, alive, held.finite, owed)
 
@@ -146,18 +150,14 @@ def _receive(comm: Communicator, source: int, like: Packet, wire: WireFormat) ->
     return _decode(comm.recv(source), like, wire)
 
 
-def _send_result(
-    comm: Communicator, dest: int, total: Packet, alive: Tensor, wire: WireFormat
-) -> None:
-    """Send the result, and which of the entries that `dest` sent are in it, a bit each."""
-    comm.send(frames.join([wire.encode(total), _pack_bits(alive)]), dest)
+def _encode_result(total: Packet, alive: Tensor, wire: WireFormat) -> Tensor:
+    """The result, and which of the entries that its receiver sent are in it, a bit each."""
+    return frames.join([wire.encode(total), _pack_bits(alive)])
 
 
-def _receive_result(
-    comm: Communicator, source: int, sent: Packet, wire: WireFormat
-) -> tuple[Packet, Tensor]:
+def _decode_result(message: Tensor, sent: Packet, wire: WireFormat) -> tuple[Packet, Tensor]:
     """The result, and bool [count of `sent`]: which entries of `sent` are in it."""
-    total, bits = frames.split(comm.recv(source), 2)
+    total, bits = frames.split(message, 2)
     alive = _unpack_bits(bits, sent.vector.count).to(sent.vector.values.device)
     return _decode(total, sent, wire), alive
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from ddl import streams
 from ddl.comm import Communicator, frames
 
+# Longer messages fill a link for longer than a word back takes.
+TURN_BYTES = 65536
+
 
 def all_gather(comm: Communicator, message: Tensor) -> list[Tensor]:
     """The message of every rank, in rank order, on every rank.
@@ -42,14 +45,44 @@ def broadcast(comm: Communicator, message: Tensor | None, root: int = 0) -> Tens
     while distance < comm.size and not place & distance:
         distance *= 2
     if place:
-        message = comm.recv((comm.rank - distance) % comm.size)
+        message = take_turn(comm, (comm.rank - distance) % comm.size, distance)
     if message is None:
         raise ValueError(f"the root of a broadcast needs a message, got None on rank {root}")
     while distance > 1:
         distance //= 2
         if place + distance < comm.size:
-            comm.send(message, (comm.rank + distance) % comm.size)
+            send_in_turn(comm, message, (comm.rank + distance) % comm.size, distance)
     return message
+
+
+def send_in_turn(comm: Communicator, message: Tensor, child: int, distance: int) -> None:
+    """Send to one of the children of a binomial tree, farthest first, before the next one's turn.
+
+    Copies sent at once would share the link and all arrive when the last one does, while the
+    subtrees below wait: l (l+1) / 2 messages' time down l levels instead of l. So a child says
+    when it has a long message, but for the nearest, after which nobody waits.
+
+    Args:
+        comm: the ranks.
+        message: uint8.
+        child: the rank that calls `take_turn`.
+        distance: from here to there in the tree, a power of two.
+    """
+    comm.send(message, child)
+    if _in_turn(message, distance):
+        comm.recv(child)
+
+
+def take_turn(comm: Communicator, parent: int, distance: int) -> Tensor:
+    """Receive what the parent sends by `send_in_turn`. The distance is the same as there."""
+    message = comm.recv(parent)
+    if _in_turn(message, distance):
+        comm.send(torch.empty(0, dtype=torch.uint8), parent)
+    return message
+
+
+def _in_turn(message: Tensor, distance: int) -> bool:
+    return distance > 1 and message.numel() >= TURN_BYTES
 
 
 def broadcast_(comm: Communicator, tensor: Tensor, root: int = 0) -> None:

@@ -11,9 +11,11 @@
 Formulas hold for any number of ranks P. Where P is no power of two, `core` is the largest below it,
 and P - core ranks fold their vectors into others' first and get the result at the end.
 
-Left out, because they are small: headers (8 to 16 bytes a message) and the bits that tell ranks the
-fate of their entries (1/8 byte an entry). Counts are taken as equal on all ranks, and no two ranks
-as having an index in common, which is the worst case for whoever adds up before sending on.
+Left out, because they are small: headers (8 to 16 bytes a message), the bits that tell ranks the
+fate of their entries (1/8 byte an entry), and the word by which a child in a tree says that a long
+message has come, so that the next copy has the link to itself. Counts are taken as equal on all
+ranks, and no two ranks as having an index in common, which is the worst case for whoever adds up
+before sending on.
 """
 
 from __future__ import annotations
