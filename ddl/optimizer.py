@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
-from ddl.metrics import StepMetrics
+from ddl.metrics import RunTotals, StepMetrics
 from ddl.reducer import Reducer
 from ddl.settings import Settings
+from ddl.timeline import TimelineConfig
 from ddl.world import communicator
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class DistributedOptimizer(Optimizer):
         bucket_bytes: int | None = None,
         dense_below: int = 0,
         seed: int = 0,
+        timeline: str | os.PathLike[str] | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Hook into the parameters, and give every rank those of rank 0. Collective.
@@ -109,6 +112,7 @@ class DistributedOptimizer(Optimizer):
             bucket_bytes: gradient bytes aggregated together; default DDL_FUSION_THRESHOLD, 25 MiB.
             dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
             seed: of random-k's draws; the same on every rank.
+            timeline: file for a timeline of the job, see `ddl.timeline`; default DDL_TIMELINE.
             comm: the ranks; default those of `ddl.init()`.
 
         Raises:
@@ -177,6 +181,7 @@ class DistributedOptimizer(Optimizer):
                 density_warmup=density_warmup.densities if density_warmup else (),
                 seed=seed,
                 hierarchical=hierarchical,
+                timeline=TimelineConfig.of(settings, timeline),
                 links=settings.links,
             ),
             stall_check_seconds=settings.stall_check_seconds,
@@ -289,14 +294,16 @@ class DistributedOptimizer(Optimizer):
         if closure is None:
             if not self._gradients_usable():
                 return None
-            self._reducer.taken += 1
-            return self._wrapped.step()
+            return self._reducer.take(self._wrapped.step)
         first = self._evaluate(closure)
         if not self._gradients_usable():
             return first
-        self._reducer.taken += 1
         evaluated = [first]  # what optimizers get that evaluate but once
-        return self._wrapped.step(lambda: evaluated.pop() if evaluated else self._evaluate(closure))
+        return self._reducer.take(
+            lambda: self._wrapped.step(
+                lambda: evaluated.pop() if evaluated else self._evaluate(closure)
+            )
+        )
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Loss and gradients, both averages over ranks."""
@@ -357,6 +364,11 @@ class DistributedOptimizer(Optimizer):
     def metrics(self) -> StepMetrics:
         """What the last step cost and moved on this rank; takes a pass over the residuals."""
         return self._reducer.metrics()
+
+    @property
+    def totals(self) -> RunTotals:
+        """What all steps so far have cost, for `ddl.metrics.summary`."""
+        return self._reducer.recorder.totals
 
     def close(self) -> None:
         """Let go of the parameters and end the background thread. Collective; once is enough."""
