@@ -434,6 +434,7 @@ class SparseHookState:
             return
         if isinstance(failure, DDLError):
             self.failure, self._spoilt = failure, True
+            self._recorder.give_up()
         begun, self._begun = self._begun, []
         for each in begun if launch in begun else [*begun, launch]:
             each.complete(failure)

@@ -53,8 +53,12 @@ class Recorder:
         backward_ended = float("-inf") if backward is None else backward[1]
         return StepMetrics.of(step, buckets, backward_ended, residual_norm)
 
+    def give_up(self) -> None:
+        """A step has failed: other ranks will not come to gather the timeline. It ends here."""
+        self.track = None
+
     def close(self) -> None:
-        """End the timeline. Collective."""
+        """End the timeline, unless a step has failed. Collective."""
         if self.track is not None:
             self.track.finish()
 

@@ -332,7 +332,11 @@ class Reducer:
     def _wait_for_all(self, launched: Sequence[_Launch]) -> tuple[list[Outcome], Stopwatch]:
         outcomes, waited = [], Stopwatch()
         for launch, bucket in zip(launched, self._buckets, strict=False):
-            outcomes.append(self._wait_for(launch, bucket))
+            try:
+                outcomes.append(self._wait_for(launch, bucket))
+            except DDLError:
+                self.recorder.give_up()
+                raise
             waited.lap()
         return outcomes, waited
 
@@ -380,10 +384,13 @@ class Reducer:
         finite: bool = True,
         kept: bool = True,
     ) -> None:
-        first, happened = self._first_gradient, (outcomes, waited.spans, applied.spans)
+        first = self._first_gradient
+        happened = zip(outcomes, waited.spans, applied.spans, strict=True)
         buckets = [
-            BucketMetrics(b.index, b.label, b.flat.numel(), self._bytes_dense(b), *what)
-            for b, *what in zip(self._buckets, *happened, strict=False)
+            BucketMetrics(
+                b.index, b.label, b.flat.numel(), self._bytes_dense(b), outcome, wait, apply
+            )
+            for b, (outcome, wait, apply) in zip(self._buckets, happened, strict=False)
         ]
         backward = None if first is None else (first, self._last_gradient)
         self.recorder.step(StepSpans(self.step, backward, buckets, kept), finite)

@@ -12,6 +12,7 @@ spans do so, too.
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -119,16 +120,19 @@ class Timeline:
         self._lock = threading.Lock()  # optimizers may aggregate on threads of their own
         self._tracks = 0
         self._full = self._broken = False
-        mine = time.perf_counter()
-        self._offset = clock_offset(comm)
-        self._origin = min(messages.gather_objects(comm, mine + self._offset))
-        host = platform.node()
-        self._about("process_name", {"name": f"rank {comm.rank} of {comm.size}, {host}"}, 0)
-        self._about("process_sort_index", {"sort_index": comm.rank}, 0)
         problem = None
         try:
             if comm.rank == 0:
-                path.unlink(missing_ok=True)
+                remove_earlier(path)
+        except OSError as error:
+            problem = str(error)
+        # No rank goes on from here before rank 0 has come, so none loses the file it writes below.
+        self._offset = clock_offset(comm)
+        self._origin = messages.broadcast_object(comm, time.perf_counter())
+        host = platform.node()
+        self._about("process_name", {"name": f"rank {comm.rank} of {comm.size}, {host}"}, 0)
+        self._about("process_sort_index", {"sort_index": comm.rank}, 0)
+        try:
             replace_file(self._own, self._events)
         except OSError as error:
             problem = str(error)
@@ -270,6 +274,14 @@ class Track:
 def rank_file(path: Path, rank: int) -> Path:
     """The file of one rank, beside that of the job."""
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
+
+
+def remove_earlier(path: Path) -> None:
+    """Remove what an earlier job has left, which may have had other ranks."""
+    path.unlink(missing_ok=True)
+    pattern = rank_file(Path(glob.escape(path.name)), 0).name.replace(".rank0", ".rank[0-9]*")
+    for left in path.parent.glob(pattern):
+        left.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, events: Sequence[str]) -> None:

@@ -101,9 +101,11 @@ def test_until_it_is_gathered_each_rank_has_a_valid_file_of_its_own(tmp_path):
 
 def test_a_new_job_does_not_leave_the_timeline_of_an_old_one(tmp_path):
     path = tmp_path / "trace.json"
-    path.write_text("old")
+    for name in ("trace.json", "trace.rank7.json", "other.rank7.json"):
+        (tmp_path / name).write_text("old")
     threads.run(2, lambda comm: train(comm, steps=0, timeline=path) and None)
-    assert not path.exists()
+    left = {"trace.rank0.json", "trace.rank1.json", "other.rank7.json"}
+    assert {each.name for each in tmp_path.iterdir()} == left
     assert steps_of(read(tmp_path / "trace.rank0.json")) == []  # empty, and valid
 
 
@@ -153,6 +155,30 @@ def test_a_long_timeline_stays_small(tmp_path, monkeypatch, caplog):
     threads.run(2, lambda comm: train_and_close(comm, steps=9, timeline=tmp_path / "trace.json"))
     assert len(read(tmp_path / "trace.json")) == 100
     assert caplog.text.count("full with 50 events of rank 1") == 1
+
+
+def test_after_a_failure_close_does_not_wait_for_the_other_ranks(tmp_path):
+    errors = []
+
+    def work(comm):
+        model = make_model()
+        optimizer = wrap(model, timeline=tmp_path / "trace.json")
+        backward(model, comm.rank, 0)
+        optimizer.step()
+        if comm.rank == 1:
+            raise RuntimeError("out of memory")
+        optimizer.zero_grad()
+        backward(model, comm.rank, 1)
+        try:
+            optimizer.step()
+        except ddl.CommunicationError as error:
+            errors.append(error)
+        optimizer.close()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        threads.run(2, work)
+    assert len(errors) == 1
+    assert steps_of(read(tmp_path / "trace.rank0.json")) == [0]
 
 
 def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path, monkeypatch, caplog):
