@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
+from ddl.feedback import Feedback
+from ddl.loss_scale import GradScaler, check_scaler, hold
 from ddl.metrics import StepMetrics
 from ddl.reducer import Reducer
 from ddl.settings import Settings
@@ -48,7 +51,7 @@ class DistributedOptimizer(Optimizer):
     Attributes:
         compressor: the chosen pairing of selector and collective.
         density: fraction of gradient entries to keep at present; the same on every rank.
-        skipped_steps: steps skipped because a gradient was not finite.
+        skipped_steps: steps skipped because a gradient of any rank was not finite.
         epoch: what `set_epoch` was told last, None if nothing.
     """
 
@@ -76,6 +79,10 @@ class DistributedOptimizer(Optimizer):
         unused_parameters: str = "error",
         bucket_bytes: int | None = None,
         dense_below: int = 0,
+        scaler: GradScaler | None = None,
+        momentum_correction: float = 0.0,
+        local_clip_norm: float | None = None,
+        error_feedback: bool = True,
         seed: int = 0,
         comm: Communicator | None = None,
     ) -> None:
@@ -108,6 +115,18 @@ class DistributedOptimizer(Optimizer):
                 gradient in some steps: it then counts as zero on this rank.
             bucket_bytes: gradient bytes aggregated together; default DDL_FUSION_THRESHOLD, 25 MiB.
             dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
+            scaler: the torch.amp.GradScaler that scales the loss, if one does. Residuals are then
+                in true units, whatever the scale, and `scaler.unscale_(optimizer)` and
+                `scaler.step(optimizer)` wait for the averages first. A gradient of any rank that
+                is not finite makes the scaler of every rank skip the step.
+            momentum_correction: m in [0, 1) of u = m u + gradient on each rank, before selection;
+                what is sent is u, which becomes zero where it was applied (arXiv 1712.01887,
+                Section 3). The wrapped optimizer must have no momentum of its own. Parameters
+                aggregated whole get u = m u + average. Costs memory for u, and a pass over it.
+            local_clip_norm: t, for the norm of the average. Each rank clips its own gradient to a
+                norm of t sqrt(P) before it is added to what is owed (the same, Section 3.2). Costs
+                the overlap with the backward pass, since the norm is known at its end.
+            error_feedback: False drops what is not applied instead of owing it; for study.
             seed: of random-k's draws; the same on every rank.
             comm: the ranks; default those of `ddl.init()`.
 
@@ -136,6 +155,12 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(
                 f"unused_parameters must be one of {', '.join(UNUSED_PARAMETERS)}, got "
                 f"{unused_parameters!r}"
+            )
+        check_scaler(scaler)
+        feedback = _feedback(optimizer, momentum_correction, error_feedback, hierarchical)
+        if local_clip_norm is not None and not 0 < local_clip_norm < math.inf:
+            raise ValueError(
+                f"local_clip_norm must be a positive number or None, got {local_clip_norm}"
             )
         if backward_passes_per_step < 1:
             raise ValueError(
@@ -178,9 +203,14 @@ class DistributedOptimizer(Optimizer):
                 seed=seed,
                 hierarchical=hierarchical,
                 links=settings.links,
+                feedback=feedback,
+                local_clip_norm=local_clip_norm,
             ),
             stall_check_seconds=settings.stall_check_seconds,
+            scaler=scaler,
         )
+        if scaler is not None:
+            hold(scaler, self)
         if density_warmup is not None:
             self.set_epoch(0)
 
@@ -264,6 +294,14 @@ class DistributedOptimizer(Optimizer):
         self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
+        if not self._finite:
+            self.skipped_steps += 1
+            logger.log(
+                logging.WARNING if self._rank == 0 else logging.DEBUG,
+                "step %d skipped on every rank: a gradient was not finite (%d skipped so far)",
+                self._reducer.step - 1,
+                self.skipped_steps,
+            )
         return self._finite
 
     @contextmanager
@@ -306,17 +344,9 @@ class DistributedOptimizer(Optimizer):
         return torch.tensor(self._reducer.average(torch.as_tensor(loss).item()))
 
     def _gradients_usable(self) -> bool:
-        """Aggregate unless `synchronize` has; count a skipped step."""
+        """Aggregate unless `synchronize` has."""
         self.synchronize()
         self._synchronized = False
-        if not self._finite:
-            self.skipped_steps += 1
-            logger.log(
-                logging.WARNING if self._rank == 0 else logging.DEBUG,
-                "step %d skipped on every rank: a gradient was not finite (%d skipped so far)",
-                self._reducer.step - 1,
-                self.skipped_steps,
-            )
         return self._finite
 
     # Density and metrics.
@@ -386,6 +416,38 @@ class DistributedOptimizer(Optimizer):
         ]
         if new:
             self._reducer.add(new, within_step=within_step)
+
+
+def _feedback(
+    optimizer: Optimizer, momentum: float, errors: bool, hierarchical: bool | None
+) -> Feedback:
+    """What becomes of gradients that are not applied at once.
+
+    Raises:
+        ValueError: settings out of range, or that contradict each other.
+    """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum_correction must lie in [0, 1), got {momentum}")
+    if momentum:
+        for group in optimizer.param_groups:
+            for name in ("momentum", "betas"):
+                if group.get(name):
+                    raise ValueError(
+                        f"momentum_correction={momentum} with {type(optimizer).__name__} of "
+                        f"{name}={group[name]}, expected momentum in one place; use SGD without "
+                        "momentum, or leave momentum_correction out"
+                    )
+        if not errors:
+            raise ValueError(
+                "momentum_correction with error_feedback=False, expected error feedback: momentum "
+                "is corrected for what is delayed; leave one of them out"
+            )
+        if hierarchical:
+            raise ValueError(
+                "momentum_correction with hierarchical=True, expected one level: only the ranks "
+                "that aggregate across nodes know what was applied; leave one of them out"
+            )
+    return Feedback(momentum, bool(errors))
 
 
 def _named(

@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch import nn
 from ddl.aggregator import Aggregator, Outcome
 from ddl.agreement import Agreement, ReducerConfig
 from ddl.buckets import Bucket, NamedParameter, make_buckets
+from ddl.clipping import clip_
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
@@ -35,6 +36,7 @@ from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
 from ddl.hooks import check_unclaimed, listen
+from ddl.loss_scale import GradScaler, LossScale
 from ddl.metrics import StepMetrics, overlap_fraction
 from ddl.worker import Worker
 
@@ -43,7 +45,8 @@ logger = logging.getLogger(__name__)
 # The worker's own waits have the same deadline and know more; let their error come first.
 GRACE_SECONDS = 10.0
 CHANGE_CURE = (
-    "call optimizer.synchronize() between backward() and any change of gradients, such as clipping"
+    "call optimizer.synchronize() between backward() and any change of gradients, such as "
+    "clipping; a GradScaler goes to DistributedOptimizer as scaler="
 )
 
 
@@ -65,6 +68,7 @@ class Reducer:
         config: ReducerConfig,
         *,
         stall_check_seconds: float,
+        scaler: GradScaler | None = None,
     ) -> None:
         """Make the buckets and hook into the parameters; give all ranks rank 0's. Collective.
 
@@ -75,6 +79,7 @@ class Reducer:
             density: see the attribute.
             config: see there.
             stall_check_seconds: after this long a wait is reported in the log.
+            scaler: what multiplies losses, if anything does.
 
         Raises:
             ValueError: a parameter that cannot be handled.
@@ -90,6 +95,7 @@ class Reducer:
         self._agreement = Agreement(self._comm, self._control, compressor, config)
         self._worker = Worker(f"ddl-reducer-{comm.rank}", self._agreement.cancel)
         self._stall_check_seconds = stall_check_seconds
+        self._loss_scale = LossScale(scaler)
         self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
         self._buckets: list[Bucket] = []
         self._aggregators: list[Aggregator] = []
@@ -159,6 +165,7 @@ class Reducer:
         self._unready = [len(bucket.members) for bucket in self._buckets]
         self._launched: list[_Launch] = []
         self._last_gradient = time.perf_counter()
+        self._loss_scale.forget()
 
     # 1. Ready.
 
@@ -193,6 +200,8 @@ class Reducer:
     # 2. Launch.
 
     def _launch_ready(self) -> None:
+        if self._config.local_clip_norm is not None and any(self._unready):
+            return  # the norm is that of all gradients
         while len(self._launched) < len(self._buckets):
             index = len(self._launched)
             if self._unready[index]:
@@ -210,29 +219,58 @@ class Reducer:
         flat, density = bucket.flat.data, self.density
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
+        loss_scale, clip = self._loss_scale, self._clipping() if index == 0 else None
 
         def task() -> Outcome:
             comm.label = label
             with stream.current():
                 stream.follow(marks.values())
-                outcome = begin(flat, density)
+                if clip is not None:
+                    clip(loss_scale.read())
+                outcome = begin(flat, density, loss_scale.read())
                 stream.synchronize()  # what comes next runs on the caller's streams
             return outcome
 
         self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))
 
+    def _clipping(self) -> Callable[[float], None] | None:
+        """What clips all gradients of this rank, on the worker thread; None if nothing is to."""
+        threshold, P = self._config.local_clip_norm, self._comm.size
+        if threshold is None:
+            return None
+        flats = [bucket.flat.data for bucket in self._buckets]
+        follows = []
+        for flat, marks in zip(flats, self._marks, strict=True):
+            stream = self._streams[flat.device]
+            stream.mark_caller(marks)
+            follows.append((stream, marks))
+
+        def clip(loss_scale: float) -> None:
+            for stream, marks in follows:
+                stream.follow(marks.values())
+            clip_(flats, threshold, P, loss_scale)
+
+        return clip
+
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
         self._check_every_parameter_has_a_gradient()
-        for index in range(len(self._launched), len(self._buckets)):
+        rest = range(len(self._launched), len(self._buckets))
+        for index in rest:
             bucket = self._buckets[index]
             for place, member in enumerate(bucket.members):
                 bucket.absorb(place)
-                owing = self._aggregators[index]
-                if not member.parameter.requires_grad and owing.residual is not None:
-                    # It must not move while it is frozen.
-                    bucket.part(owing.residual, place, owing.first).zero_()
+                if not member.parameter.requires_grad:
+                    self._stop(index, place)
+        for index in rest:
             self._launch(index)
+
+    def _stop(self, index: int, place: int) -> None:
+        """A parameter must not move while it is frozen."""
+        bucket, owing = self._buckets[index], self._aggregators[index]
+        for kept in (owing.residual, owing.velocity):
+            if kept is not None:
+                bucket.part(kept, place, owing.first).zero_()
 
     def _check_every_parameter_has_a_gradient(self) -> None:
         if self._config.unused_parameters == "zero":
