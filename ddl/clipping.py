@@ -3,8 +3,8 @@
 Deep Gradient Compression (Lin et al., arXiv 1712.01887, Section 3.2): with the threshold t for the
 norm of the average, each of P ranks clips its part of the average, 1/P of its own gradient, to
 t / sqrt(P), since the sum of P independent vectors is sqrt(P) times as long as one of them. For the
-gradient itself that is t sqrt(P). Clipping the average afterwards, as usual, would see a few delayed
-entries instead of a gradient.
+gradient itself that is t sqrt(P). Clipping the average afterwards, as usual, would see a few
+delayed entries instead of a gradient.
 """
 
 from __future__ import annotations

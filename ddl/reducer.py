@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddl.aggregator import Aggregator, Outcome
 from ddl.agreement import Agreement, ReducerConfig
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 # The worker's own waits have the same deadline and know more; let their error come first.
 GRACE_SECONDS = 10.0
+GLANCE = 32  # entries that nearly always tell whether a gradient was changed
 CHANGE_CURE = (
     "call optimizer.synchronize() between backward() and any change of gradients, such as "
     "clipping; a GradScaler goes to DistributedOptimizer as scaler="
@@ -228,10 +229,16 @@ class Reducer:
                 if clip is not None:
                     clip(loss_scale.read())
                 outcome = begin(flat, density, loss_scale.read())
+                launch.after = _glance(flat)
                 stream.synchronize()  # what comes next runs on the caller's streams
             return outcome
 
-        self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))
+        # What is aggregated whole, or clipped, the worker itself changes.
+        kept = self._aggregators[index].residual is not None
+        kept &= self._config.local_clip_norm is None
+        launch = _Launch(bucket.flat._version, _glance(flat) if kept else None)
+        launch.future = self._worker.submit(task)
+        self._launched.append(launch)
 
     def _clipping(self) -> Callable[[float], None] | None:
         """What clips all gradients of this rank, on the worker thread; None if nothing is to."""
@@ -355,7 +362,7 @@ class Reducer:
 
     def _check_unchanged(self, launch: _Launch, bucket: Bucket) -> None:
         replaced = bucket.first_detached()
-        if replaced is not None or bucket.flat._version != launch.version:
+        if replaced is not None or launch.shows_change(bucket.flat):
             what = f"of parameter {replaced!r}" if replaced else f"in {bucket}"
             raise GradientError(
                 f"a gradient {what} was changed in step {self.step} on rank {self._comm.rank} "
@@ -423,8 +430,39 @@ class Reducer:
         self._agreement.close()
 
 
-class _Launch(NamedTuple):
-    """A bucket under way: its result to come, and the version of its gradient at the launch."""
+class _Launch:
+    """A bucket under way.
+
+    Attributes:
+        future: its outcome to come.
+        after: a glance at its gradient when that was there.
+    """
 
     future: Future[Outcome]
-    version: int
+
+    def __init__(self, version: int, before: Tensor | None) -> None:
+        """Remember how the gradient looks.
+
+        Args:
+            version: torch's count of changes.
+            before: a glance, if the worker leaves the gradient as it is.
+        """
+        self._version = version
+        self._before = before
+        self.after: Tensor | None = None
+
+    def shows_change(self, flat: Tensor) -> bool:
+        """Whether somebody else has changed the gradient; needs the outcome."""
+        if flat._version != self._version:
+            return True
+        now = _glance(flat)
+        return any(
+            known is not None and not torch.equal(known, now)
+            for known in (self._before, self.after)
+        )
+
+
+def _glance(flat: Tensor) -> Tensor:
+    """The bits of some entries: torch does not count changes by `grad.data` or by a GradScaler."""
+    some = flat.detach()[:: max(1, flat.numel() // GLANCE)].clone()
+    return some.view(torch.int16 if flat.element_size() == 2 else torch.int32)

@@ -365,7 +365,7 @@ def test_a_checkpoint_is_plain_tensors_by_name(tmp_path):
     job = torch.load(folder / "job.pt", weights_only=True)
     shard = torch.load(folder / "rank-0.pt", weights_only=True)
     assert torch.equal(job["models"]["model"]["state"]["0.weight"], run.model[0].weight)
-    piece = shard["residuals"]["optimizer"]["0.weight"]
+    piece = shard["residual"]["optimizer"]["0.weight"]
     assert torch.equal(piece["values"].double(), owed(run)["0.weight"])
     assert json.loads((folder / "manifest.json").read_text())["P"] == 2
     assert not list(tmp_path.glob(".saving-*"))
