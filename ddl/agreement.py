@@ -14,7 +14,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from ddl.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
 from ddl.buckets import Bucket, NamedParameter
@@ -55,6 +55,17 @@ class ReducerConfig:
     """What becomes of gradients that are not applied at once."""
     local_clip_norm: float | None = None
     """See `ddl.clipping`; costs the overlap: the norm is known only with the last gradient."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """All of them, by the names of the user's arguments."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        feedback: Feedback = settings.pop("feedback")
+        return {
+            **settings,
+            "momentum_correction": feedback.momentum,
+            "error_feedback": feedback.errors,
+        }
 
 
 class Agreement:
@@ -106,7 +117,7 @@ class Agreement:
         mine = {
             **self._compressor.settings,
             "density": density,
-            **asdict(self._config),
+            **self._config.settings,
             "number of parameters": len(layout),
             "names and shapes of parameters": hashlib.sha256(repr(layout).encode()).hexdigest()[:8],
         }
