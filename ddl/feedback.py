@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddl import kernels
 from ddl.sparse import SparseVector
@@ -33,6 +34,44 @@ class Feedback:
     """m of momentum correction, in [0, 1); costs a velocity of the residual's size, and a pass."""
     errors: bool = True
     """Whether what was not applied is owed; if not, it is dropped, for study."""
+
+    @classmethod
+    def beside(
+        cls, optimizer: Optimizer, momentum: float, errors: bool, hierarchical: bool | None
+    ) -> Feedback:
+        """What the user has asked for, if it fits the optimizer that applies the averages.
+
+        Args:
+            optimizer: the user's.
+            momentum: see the attribute.
+            errors: see there.
+            hierarchical: whether ranks aggregate in two levels; None: where it pays.
+
+        Raises:
+            ValueError: settings out of range, or that contradict each other.
+        """
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum_correction must lie in [0, 1), got {momentum}")
+        if momentum:
+            for group in optimizer.param_groups:
+                for name in ("momentum", "betas"):
+                    if group.get(name):
+                        raise ValueError(
+                            f"momentum_correction={momentum} with {type(optimizer).__name__} of "
+                            f"{name}={group[name]}, expected momentum in one place; use SGD "
+                            "without momentum, or leave momentum_correction out"
+                        )
+            if not errors:
+                raise ValueError(
+                    "momentum_correction with error_feedback=False, expected error feedback: "
+                    "momentum is corrected for what is delayed; leave one of them out"
+                )
+            if hierarchical:
+                raise ValueError(
+                    "momentum_correction with hierarchical=True, expected one level: only the "
+                    "ranks that aggregate across nodes know what was applied; leave one of them out"
+                )
+        return cls(momentum, bool(errors))
 
     @property
     def is_plain(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from ddl.errors import DDLError
 from ddl.feedback import Feedback
 from ddl.loss_scale import GradScaler, check_scaler, hold
 from ddl.metrics import StepMetrics
+from ddl.naming import named, owned
 from ddl.reducer import Reducer
 from ddl.settings import Settings
 from ddl.world import communicator
@@ -157,7 +157,7 @@ class DistributedOptimizer(Optimizer):
                 f"{unused_parameters!r}"
             )
         check_scaler(scaler)
-        feedback = _feedback(optimizer, momentum_correction, error_feedback, hierarchical)
+        feedback = Feedback.beside(optimizer, momentum_correction, error_feedback, hierarchical)
         if local_clip_norm is not None and not 0 < local_clip_norm < math.inf:
             raise ValueError(
                 f"local_clip_norm must be a positive number or None, got {local_clip_norm}"
@@ -173,7 +173,7 @@ class DistributedOptimizer(Optimizer):
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         comm = communicator() if comm is None else comm
-        members = _named(optimizer, named_parameters)
+        members = named(optimizer, named_parameters)
         trainable = [member for member in members if member.parameter.requires_grad]
         self._names = {id(member.parameter): member.name for member in members}
 
@@ -411,85 +411,8 @@ class DistributedOptimizer(Optimizer):
         """Take in parameters that were added or unfrozen since the last step."""
         new = [
             NamedParameter(self._names.get(id(member.parameter), member.name), member.parameter)
-            for member in _owned(self._wrapped)
+            for member in owned(self._wrapped)
             if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
         ]
         if new:
             self._reducer.add(new, within_step=within_step)
-
-
-def _feedback(
-    optimizer: Optimizer, momentum: float, errors: bool, hierarchical: bool | None
-) -> Feedback:
-    """What becomes of gradients that are not applied at once.
-
-    Raises:
-        ValueError: settings out of range, or that contradict each other.
-    """
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum_correction must lie in [0, 1), got {momentum}")
-    if momentum:
-        for group in optimizer.param_groups:
-            for name in ("momentum", "betas"):
-                if group.get(name):
-                    raise ValueError(
-                        f"momentum_correction={momentum} with {type(optimizer).__name__} of "
-                        f"{name}={group[name]}, expected momentum in one place; use SGD without "
-                        "momentum, or leave momentum_correction out"
-                    )
-        if not errors:
-            raise ValueError(
-                "momentum_correction with error_feedback=False, expected error feedback: momentum "
-                "is corrected for what is delayed; leave one of them out"
-            )
-        if hierarchical:
-            raise ValueError(
-                "momentum_correction with hierarchical=True, expected one level: only the ranks "
-                "that aggregate across nodes know what was applied; leave one of them out"
-            )
-    return Feedback(momentum, bool(errors))
-
-
-def _named(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
-) -> list[NamedParameter]:
-    """The optimizer's parameters with their names, in the order of the names.
-
-    Raises:
-        ValueError: a name given twice, or a parameter without a name.
-    """
-    owned = {id(member.parameter): member for member in _owned(optimizer)}
-    if named_parameters is None:
-        return list(owned.values())
-    try:
-        pairs = [(str(name), parameter) for name, parameter in named_parameters]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            "named_parameters must be pairs of name and parameter, got something else; pass "
-            "model.named_parameters()"
-        ) from error
-    counts = Counter(name for name, _ in pairs)
-    for name, count in counts.items():
-        if count > 1:
-            raise ValueError(
-                f"named_parameters has {name!r} {count} times, expected distinct names; with "
-                "several models give each a prefix"
-            )
-    members = {id(p): NamedParameter(name, p) for name, p in pairs if id(p) in owned}
-    for key, member in owned.items():
-        if key not in members:
-            raise ValueError(
-                f"the optimizer's parameter {member.name} of shape "
-                f"{tuple(member.parameter.shape)} is not in named_parameters; pass the "
-                "named_parameters() of every model it optimizes, or none at all"
-            )
-    return list(members.values())
-
-
-def _owned(optimizer: Optimizer) -> list[NamedParameter]:
-    """An optimizer's parameters, named by their place in it."""
-    return [
-        NamedParameter(f"group{g}.{place}", parameter)
-        for g, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-    ]
