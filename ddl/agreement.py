@@ -27,6 +27,7 @@ from ddl.feedback import Feedback
 from ddl.hierarchy import make_aggregator
 from ddl.links import Links, measure_links
 from ddl.nodes import Teams, find_nodes, two_levels
+from ddl.timeline import TimelineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class ReducerConfig:
     """Of random choices that ranks must make alike."""
     hierarchical: bool | None = None
     """Whether to aggregate in two levels; None: where it pays."""
+    timeline: TimelineConfig | None = None
+    """What is recorded, by all ranks or none."""
     links: str | None = None
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
     feedback: Feedback = PLAIN_FEEDBACK

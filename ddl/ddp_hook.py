@@ -42,7 +42,10 @@ from ddl.ddp_buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_
 from ddl.density import check_density
 from ddl.errors import DDLError
 from ddl.loss_scale import GradScaler, LossScale, check_scaler
+from ddl.metrics import RunTotals, Span
+from ddl.recorder import Recorder, Stopwatch
 from ddl.settings import Settings
+from ddl.timeline import StepSpans, TimelineConfig, open_track
 from ddl.worker import Worker
 from ddl.world import init
 
@@ -162,6 +165,7 @@ class SparseHookState:
         self.skipped_steps = 0
         self.failure: DDLError | None = None
         self.outcomes: tuple[Outcome, ...] = ()
+        self._recorder = Recorder()
         self._owed: dict[str, Tensor] = {}  # by parameters that no cut has taken over yet
         self._cuts: dict[tuple[Place, ...], Cut] = {}
         self._members: list[NamedParameter] = []
@@ -226,6 +230,11 @@ class SparseHookState:
         self._loss_scale = LossScale(scaler)
 
     @property
+    def totals(self) -> RunTotals:
+        """What all steps so far have cost, for `ddl.metrics.summary`."""
+        return self._recorder.totals
+
+    @property
     def density(self) -> float:
         """Fraction of the entries of each bucket to keep; set it between steps, on every rank."""
         return self._density
@@ -276,6 +285,7 @@ class SparseHookState:
         """End the background thread and free the communicators. Collective."""
         if self._room is not None:
             self._room.worker.close()
+            self._recorder.close()
             self._room.agreement.close()
             self.failure = DDLError("the state of sparse_hook is closed; make another DDP model")
 
@@ -298,7 +308,7 @@ class SparseHookState:
             f"step {self.step}, bucket {index} ({in_short(places)}), density {self._density:g}, "
             f"rank {room.comm.rank} of {room.comm.size}"
         )
-        launch = Launch(flat, last, self._label(places))
+        launch = Launch(flat, last, self._label(places), in_short(places))
         stream, density = room.streams[flat.device], self._density
         marks = stream.mark_caller({})
 
@@ -350,6 +360,7 @@ class SparseHookState:
             seed=choices.seed,
             # In two levels a rank owes for a part of a bucket, and for another after a new cut.
             hierarchical=False,
+            timeline=TimelineConfig.of(settings, None),
             links=settings.links,
         )
         own, control = comm.duplicate(), comm.duplicate()
@@ -357,6 +368,7 @@ class SparseHookState:
         try:
             trainable = [m for m in self._members if m.parameter.requires_grad]
             agreement.reach(trainable, self._density)
+            self._recorder.track = open_track(config.timeline, comm, control)
         except DDLError as error:
             self.failure = error
             raise
@@ -398,11 +410,13 @@ class SparseHookState:
         """The gradients of the step become averages, or NaN."""
         self._loss_scale.forget()
         finite = all(outcome.finite for launch in self._begun for outcome in launch.outcomes)
+        applied = Stopwatch()
         for launch in self._begun:
             stream = room.streams[launch.flat.device]
             with stream.current():
                 launch.end(finite)
                 stream.synchronize()  # what comes next runs on DDP's streams
+            applied.lap()
         if not finite:
             self.skipped_steps += 1
             logger.log(
@@ -413,7 +427,17 @@ class SparseHookState:
                 self.skipped_steps,
             )
         self.outcomes = tuple(o for launch in self._begun for o in launch.outcomes)
+        self._record(applied.spans, room.comm.size, finite)
         self.step += 1
+
+    def _record(self, applied: Sequence[Span], P: int, finite: bool) -> None:
+        backward = (self._begun[0].came, self._begun[-1].came)
+        buckets = [
+            bucket
+            for index, (launch, span) in enumerate(zip(self._begun, applied, strict=True))
+            for bucket in launch.metrics(index, P, backward[1], span)
+        ]
+        self._recorder.step(StepSpans(self.step, backward, buckets), finite)
 
     def _settle(self, launch: Launch, done: Future[None]) -> None:
         """Complete the futures of the step, once it has ended or failed."""
@@ -422,6 +446,7 @@ class SparseHookState:
             return
         if isinstance(failure, DDLError):
             self.failure, self._spoilt = failure, True
+            self._recorder.give_up()
         begun, self._begun = self._begun, []
         for each in begun if launch in begun else [*begun, launch]:
             each.complete(failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +21,11 @@ from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
 from ddl.feedback import Feedback
 from ddl.loss_scale import GradScaler, check_scaler, hold
-from ddl.metrics import StepMetrics
+from ddl.metrics import RunTotals, StepMetrics
 from ddl.naming import named, owned
 from ddl.reducer import Reducer
 from ddl.settings import Settings
+from ddl.timeline import TimelineConfig
 from ddl.world import communicator
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class DistributedOptimizer(Optimizer):
         local_clip_norm: float | None = None,
         error_feedback: bool = True,
         seed: int = 0,
+        timeline: str | os.PathLike[str] | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Hook into the parameters, and give every rank those of rank 0. Collective.
@@ -128,6 +131,7 @@ class DistributedOptimizer(Optimizer):
                 the overlap with the backward pass, since the norm is known at its end.
             error_feedback: False drops what is not applied instead of owing it; for study.
             seed: of random-k's draws; the same on every rank.
+            timeline: file for a timeline of the job, see `ddl.timeline`; default DDL_TIMELINE.
             comm: the ranks; default those of `ddl.init()`.
 
         Raises:
@@ -202,6 +206,7 @@ class DistributedOptimizer(Optimizer):
                 density_warmup=density_warmup.densities if density_warmup else (),
                 seed=seed,
                 hierarchical=hierarchical,
+                timeline=TimelineConfig.of(settings, timeline),
                 links=settings.links,
                 feedback=feedback,
                 local_clip_norm=local_clip_norm,
@@ -327,14 +332,16 @@ class DistributedOptimizer(Optimizer):
         if closure is None:
             if not self._gradients_usable():
                 return None
-            self._reducer.taken += 1
-            return self._wrapped.step()
+            return self._reducer.take(self._wrapped.step)
         first = self._evaluate(closure)
         if not self._gradients_usable():
             return first
-        self._reducer.taken += 1
         evaluated = [first]  # what optimizers get that evaluate but once
-        return self._wrapped.step(lambda: evaluated.pop() if evaluated else self._evaluate(closure))
+        return self._reducer.take(
+            lambda: self._wrapped.step(
+                lambda: evaluated.pop() if evaluated else self._evaluate(closure)
+            )
+        )
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Loss and gradients, both averages over ranks."""
@@ -387,6 +394,11 @@ class DistributedOptimizer(Optimizer):
     def metrics(self) -> StepMetrics:
         """What the last step cost and moved on this rank; takes a pass over the residuals."""
         return self._reducer.metrics()
+
+    @property
+    def totals(self) -> RunTotals:
+        """What all steps so far have cost, for `ddl.metrics.summary`."""
+        return self._reducer.recorder.totals
 
     def close(self) -> None:
         """Let go of the parameters and end the background thread. Collective; once is enough."""

@@ -37,7 +37,9 @@ from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
 from ddl.hooks import check_unclaimed, listen
 from ddl.loss_scale import GradScaler, LossScale
-from ddl.metrics import StepMetrics, overlap_fraction
+from ddl.metrics import BucketMetrics, StepMetrics
+from ddl.recorder import Recorder, Stopwatch
+from ddl.timeline import StepSpans, open_track
 from ddl.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,8 @@ class Reducer:
     Attributes:
         density: fraction of entries to keep; the same on every rank; change it between steps.
         step: aggregations so far.
-        taken: steps that the optimizer has taken; it counts them.
+        taken: steps that the optimizer has taken.
+        recorder: what the steps so far have cost.
     """
 
     def __init__(
@@ -102,11 +105,10 @@ class Reducer:
         self._aggregators: list[Aggregator] = []
         self._streams = WorkerStreams(self._comm)
         self._hooks: dict[int, Any] = {}  # by id of the parameter, which its bucket keeps alive
-        self._outcomes: list[Outcome] = []
-        self._overlap = 0.0
-        self._wait_seconds = 0.0
+        self.recorder = Recorder()
         self._start_step()
         self.add(members)
+        self.recorder.track = open_track(config.timeline, comm, self._control)
 
     def add(self, members: Sequence[NamedParameter], *, within_step: bool = False) -> None:
         """Take in more parameters, in buckets behind the present ones. Collective.
@@ -165,6 +167,7 @@ class Reducer:
         self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
         self._unready = [len(bucket.members) for bucket in self._buckets]
         self._launched: list[_Launch] = []
+        self._first_gradient: float | None = None
         self._last_gradient = time.perf_counter()
         self._loss_scale.forget()
 
@@ -193,6 +196,8 @@ class Reducer:
             bucket.absorb(place)
             self._streams[bucket.flat.device].mark_caller(self._marks[index])
             passes[place] += 1
+            if self._first_gradient is None:
+                self._first_gradient = time.perf_counter()
             if passes[place] == expected:
                 self._unready[index] -= 1
                 self._last_gradient = time.perf_counter()
@@ -324,21 +329,18 @@ class Reducer:
         ]
         with self._lock:
             self._launch_rest()
-        begin = time.perf_counter()
-        self._outcomes = [
-            self._wait_for(launch, bucket)
-            for launch, bucket in zip(self._launched, self._buckets, strict=True)
-        ]
-        self._wait_seconds = time.perf_counter() - begin
-        self._overlap = overlap_fraction(self._outcomes, self._last_gradient)
-        finite = all(outcome.finite for outcome in self._outcomes)
+        outcomes, waited = self._wait_for_all(self._launched)
+        finite = all(outcome.finite for outcome in outcomes)
+        applied = Stopwatch()
         for bucket, aggregator in zip(self._buckets, self._aggregators, strict=True):
             if finite:
                 aggregator.apply(bucket.flat)
             else:
                 aggregator.owe(bucket.flat)
+            applied.lap()
         for parameter in frozen_without_gradient:
             parameter.grad = None
+        self._record(outcomes, waited, applied, finite=finite)
         self.step += 1
         self._start_step()
         return finite
@@ -347,12 +349,15 @@ class Reducer:
         """Forget the gradients since the last step, as torch does at `zero_grad`. Collective."""
         with self._lock:
             launched, self._launched = self._launched, []
-        for bucket, launch in zip(self._buckets, launched, strict=False):
-            self._wait_for(launch, bucket)
+        outcomes, waited = self._wait_for_all(launched)
         # Only now: on a GPU, a launch under way could take memory over that is still being read.
+        applied = Stopwatch()
         for bucket, aggregator, _ in zip(self._buckets, self._aggregators, launched, strict=False):
             aggregator.discard(bucket.flat)
-        self._discarded += bool(launched)
+            applied.lap()
+        if launched:
+            self._discarded += 1
+            self._record(outcomes, waited, applied, kept=False)
         self._start_step()
 
     @property
@@ -368,6 +373,17 @@ class Reducer:
                 f"a gradient {what} was changed in step {self.step} on rank {self._comm.rank} "
                 f"while it was under way, expected it untouched; {CHANGE_CURE}"
             )
+
+    def _wait_for_all(self, launched: Sequence[_Launch]) -> tuple[list[Outcome], Stopwatch]:
+        outcomes, waited = [], Stopwatch()
+        for launch, bucket in zip(launched, self._buckets, strict=False):
+            try:
+                outcomes.append(self._wait_for(launch, bucket))
+            except DDLError:
+                self.recorder.give_up()
+                raise
+            waited.lap()
+        return outcomes, waited
 
     def _wait_for(self, launch: _Launch, bucket: Bucket) -> Outcome:
         where = f"step {self.step}, {bucket}, rank {self._comm.rank} of {self._comm.size}"
@@ -399,27 +415,39 @@ class Reducer:
     def history(self, counts: Sequence[int]) -> None:
         self.step, self._discarded, self.taken = counts
 
+    def take(self, step: Callable[[], Any]) -> Any:
+        """Let the wrapped optimizer step, and count it."""
+        self.taken += 1
+        return self.recorder.update(step)
+
+    def _record(
+        self,
+        outcomes: Sequence[Outcome],
+        waited: Stopwatch,
+        applied: Stopwatch,
+        *,
+        finite: bool = True,
+        kept: bool = True,
+    ) -> None:
+        first = self._first_gradient
+        happened = zip(outcomes, waited.spans, applied.spans, strict=True)
+        buckets = [
+            BucketMetrics(
+                b.index, b.label, b.flat.numel(), self._bytes_dense(b), outcome, wait, apply
+            )
+            for b, (outcome, wait, apply) in zip(self._buckets, happened, strict=False)
+        ]
+        backward = None if first is None else (first, self._last_gradient)
+        self.recorder.step(StepSpans(self.step, backward, buckets, kept), finite)
+
+    def _bytes_dense(self, bucket: Bucket) -> int:
+        return dense_bytes(bucket.flat.numel(), bucket.flat.element_size(), self._comm.size)
+
     def metrics(self) -> StepMetrics:
         """What the last step cost; takes a pass over the residuals."""
-        numel = sum(bucket.flat.numel() for bucket in self._buckets)
-        outcomes = self._outcomes
         residuals = [a.residual for a in self._aggregators if a.residual is not None]
         norms = [float(torch.linalg.vector_norm(residual)) for residual in residuals]
-        return StepMetrics(
-            step=self.step - 1,
-            finite=all(outcome.finite for outcome in outcomes),
-            select_seconds=sum(outcome.select_seconds for outcome in outcomes),
-            communicate_seconds=sum(outcome.ended - outcome.started for outcome in outcomes),
-            wait_seconds=self._wait_seconds,
-            bytes_sent=sum(outcome.bytes_sent for outcome in outcomes),
-            bytes_dense=sum(
-                dense_bytes(bucket.flat.numel(), bucket.flat.element_size(), self._comm.size)
-                for bucket in self._buckets
-            ),
-            density_actual=sum(outcome.picked for outcome in outcomes) / max(1, numel),
-            overlap_fraction=self._overlap,
-            residual_norm=math.hypot(*norms),
-        )
+        return self.recorder.metrics(math.hypot(*norms))
 
     def close(self) -> None:
         """Let go of the parameters, end the worker thread, free the communicators. Collective."""
@@ -427,6 +455,7 @@ class Reducer:
             hook.remove()
         self._hooks = {}
         self._worker.close()
+        self.recorder.close()
         self._agreement.close()
 
 

@@ -114,6 +114,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--seed", type=count, default=42, help="of weights and shuffling")
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
+    training.add_argument(
+        "--timeline", type=Path, help="file for a timeline of the first steps; DDL_TIMELINE"
+    )
 
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument(

@@ -8,7 +8,7 @@ algorithms, gives the same bits, and counts the same bytes in the same place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -33,7 +33,10 @@ class Communicator(ABC):
         bytes_sent: bytes this rank has sent through this communicator so far.
         label: what the coming messages belong to, 0..LARGEST_LABEL. A rank that receives a message
             under another label than its own is told that the ranks are out of step.
+        timeline: kept here for all optimizers over the ranks of a job, see `ddl.timeline`.
     """
+
+    timeline: Any = None
 
     def __init__(
         self,

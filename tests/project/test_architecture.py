@@ -19,6 +19,8 @@ LAYERS = [
         "ddl.gpus",
         "ddl.hooks",
         "ddl.metrics",
+        "ddl.recorder",
+        "ddl.timeline",
         "ddl.worker",
         "ddl.world",
     ],
