@@ -14,15 +14,16 @@ import functools
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
-from ddl.aggregator import Aggregator, DenseAggregator
+from ddl.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
 from ddl.buckets import Bucket, NamedParameter
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.device_aggregator import DevicePath, device_path
 from ddl.errors import DisagreementError
+from ddl.feedback import Feedback
 from ddl.hierarchy import make_aggregator
 from ddl.links import Links, measure_links
 from ddl.nodes import Teams, find_nodes, two_levels
@@ -53,6 +54,21 @@ class ReducerConfig:
     """What is recorded, by all ranks or none."""
     links: str | None = None
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
+    feedback: Feedback = PLAIN_FEEDBACK
+    """What becomes of gradients that are not applied at once."""
+    local_clip_norm: float | None = None
+    """See `ddl.clipping`; costs the overlap: the norm is known only with the last gradient."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """All of them, by the names of the user's arguments."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        feedback: Feedback = settings.pop("feedback")
+        return {
+            **settings,
+            "momentum_correction": feedback.momentum,
+            "error_feedback": feedback.errors,
+        }
 
 
 class Agreement:
@@ -98,12 +114,13 @@ class Agreement:
             CommunicationError: not every rank takes part.
         """
         devices = [member.parameter.device for member in members]
-        path = device_path(self._comm, self._compressor, devices)
+        plain = self._config.feedback.is_plain
+        path = device_path(self._comm, self._compressor, devices, plain_feedback=plain)
         layout = [(m.name, tuple(m.parameter.shape), str(m.parameter.dtype)) for m in members]
         mine = {
             **self._compressor.settings,
             "density": density,
-            **asdict(self._config),
+            **self._config.settings,
             "number of parameters": len(layout),
             "names and shapes of parameters": hashlib.sha256(repr(layout).encode()).hexdigest()[:8],
         }
@@ -129,6 +146,8 @@ class Agreement:
             logger.warning("hierarchical=True has no effect: gradients go from device to device")
         if self._path is not None or self._compressor.is_dense or self._comm.size == 1:
             return
+        if self._config.feedback.momentum:  # a node's ranks have but one velocity to share
+            wanted = False
         if wanted is False and chooser is None:
             return
         nodes = find_nodes(self._control)
@@ -155,11 +174,14 @@ class Agreement:
         whole = self._compressor.is_dense or bucket.dense
         numel, device = bucket.flat.numel(), bucket.flat.device
         seed = stable_hash(self._config.seed, bucket.index)
+        feedback = self._config.feedback
         if self._path is not None:
             return self._path.aggregator(numel, seed, whole=whole)
         if whole:
-            return DenseAggregator(self._comm)
-        return make_aggregator(self._comm, self._teams, numel, device, self._compressor, seed)
+            return DenseAggregator(self._comm, numel, feedback.momentum)
+        return make_aggregator(
+            self._comm, self._teams, numel, device, self._compressor, seed, feedback
+        )
 
     def cancel(self) -> None:
         """End a wait of the worker thread; see `Communicator.cancel`."""

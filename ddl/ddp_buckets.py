@@ -125,16 +125,16 @@ class Cut:
         self._side_flat: Tensor | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, flat: Tensor, density: float) -> list[Outcome]:
+    def begin(self, flat: Tensor, density: float, loss_scale: float = 1.0) -> list[Outcome]:
         """Begin both. Collective; takes the small parameters' gradients out of `flat`."""
         outcomes = []
         if self._side is not None:
             self._side_flat = torch.cat([flat[entries] for entries in self._small])
             for entries in self._small:
                 flat[entries] = 0
-            outcomes.append(self._side.begin(self._side_flat, density))
+            outcomes.append(self._side.begin(self._side_flat, density, loss_scale))
         self._set_aside(flat)
-        outcomes.append(self._main.begin(flat, density))
+        outcomes.append(self._main.begin(flat, density, loss_scale))
         return outcomes
 
     def _set_aside(self, flat: Tensor) -> None:

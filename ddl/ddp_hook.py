@@ -41,6 +41,7 @@ from ddl.compressors import Compressor, make_compressor
 from ddl.ddp_buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_of
 from ddl.density import check_density
 from ddl.errors import DDLError
+from ddl.loss_scale import GradScaler, LossScale, check_scaler
 from ddl.metrics import RunTotals, Span
 from ddl.recorder import Recorder, Stopwatch
 from ddl.settings import Settings
@@ -97,7 +98,8 @@ class SparseHookState:
     buckets as before, for all compressors but randomk, which draws other entries. DDP starts with
     buckets that it replaces after the first step, and the largest entries are those of a bucket.
 
-    With `torch.amp.GradScaler` residuals are in scaled units: a change of scale distorts them once.
+    With a `torch.amp.GradScaler`, give it to the state: residuals are then in true units, whatever
+    the scale. Otherwise a change of scale distorts them once.
 
     A rank sends nothing for a parameter whose gradient is zero as a whole on it, such as one that a
     forward pass did not use; what it owes for it waits. So nothing is lost where DDP
@@ -120,6 +122,7 @@ class SparseHookState:
         wire: str | None = None,
         global_density: float | None = None,
         dense_below: int = 0,
+        scaler: GradScaler | None = None,
         seed: int = 0,
         comm: Communicator | None = None,
     ) -> None:
@@ -133,6 +136,7 @@ class SparseHookState:
             wire: see there; default "plain" for compressors that have a choice.
             global_density: see there.
             dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
+            scaler: the torch.amp.GradScaler that scales the loss, if one does.
             seed: of random-k's draws; the same on every rank.
             comm: the ranks of DDP's process group; default those of `ddl.init()`, which is called
                 if the program has not.
@@ -149,7 +153,7 @@ class SparseHookState:
             )
         ratio = None if global_density is None else global_density / density
         self._configure(_Choices(compressor, collective, wire, ratio, dense_below, seed), density)
-        self.attach(model_or_named_parameters, comm)
+        self.attach(model_or_named_parameters, comm, scaler=scaler)
 
     def _configure(self, choices: _Choices, density: float) -> None:
         self._choices = choices
@@ -168,6 +172,7 @@ class SparseHookState:
         self._names: dict[int, str] = {}  # by id of the parameter, which `_members` keeps alive
         self._ranks: int | None = None
         self._given_comm: Communicator | None = None
+        self._loss_scale = LossScale(None)
         self._room: _Room | None = None
         self._spoilt = False  # what was picked in a step that failed is owed nowhere
         self._next = 0  # index of the bucket that is due
@@ -178,12 +183,15 @@ class SparseHookState:
         self,
         model_or_named_parameters: nn.Module | NamedParameters,
         comm: Communicator | None = None,
+        *,
+        scaler: GradScaler | None = None,
     ) -> None:
         """Say whose parameters these are; needed after unpickling. Before the first bucket.
 
         Args:
             model_or_named_parameters: as for the constructor.
             comm: as for the constructor.
+            scaler: as for the constructor.
 
         Raises:
             ValueError: not a model or its parameters; a residual that fits no parameter.
@@ -194,6 +202,7 @@ class SparseHookState:
                 "the state serves a model already, expected a new or unpickled one; make a state "
                 "for each model"
             )
+        check_scaler(scaler)
         model = model_or_named_parameters
         self._ranks = None
         if isinstance(model, DistributedDataParallel):
@@ -218,6 +227,7 @@ class SparseHookState:
         self._members = members
         self._names = {id(member.parameter): member.name for member in members}
         self._given_comm = comm
+        self._loss_scale = LossScale(scaler)
 
     @property
     def totals(self) -> RunTotals:
@@ -308,7 +318,8 @@ class SparseHookState:
                 with stream.current():
                     stream.follow(marks.values())
                     launch.cut = self._cut(room, index, places, flat)
-                    launch.outcomes = launch.cut.begin(flat, density)
+                    scale = self._loss_scale.read()
+                    launch.outcomes = launch.cut.begin(flat, density, scale)
                     self._begun.append(launch)
                     stream.synchronize()
                 if last:
@@ -397,6 +408,7 @@ class SparseHookState:
 
     def _end(self, room: _Room) -> None:
         """The gradients of the step become averages, or NaN."""
+        self._loss_scale.forget()
         finite = all(outcome.finite for launch in self._begun for outcome in launch.outcomes)
         applied = Stopwatch()
         for launch in self._begun:

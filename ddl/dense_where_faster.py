@@ -21,6 +21,7 @@ from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.density import entries
 from ddl.errors import DDLError
+from ddl.feedback import ErrorFeedback
 from ddl.selectors import RandomK
 
 
@@ -52,9 +53,19 @@ class DenseWhereFaster:
         self._begun: _Begun | None = None
 
     @property
-    def residual(self) -> Tensor:
+    def feedback(self) -> ErrorFeedback:
+        """The residual, and what else belongs to it."""
+        return self._sparse.feedback
+
+    @property
+    def residual(self) -> Tensor | None:
         """See `Aggregator.residual`."""
-        return self._sparse.residual
+        return self.feedback.owed
+
+    @property
+    def velocity(self) -> Tensor | None:
+        """See `Aggregator.velocity`."""
+        return self.feedback.velocity
 
     @property
     def draws(self) -> RandomK | None:
@@ -63,25 +74,28 @@ class DenseWhereFaster:
 
     @property
     def dense_average(self) -> Tensor | None:
-        """float32 [numel], what a dense `begin` has collected; None after a sparse one."""
+        """float32 [numel], what a dense `begin` has collected; None after a sparse one.
+
+        Times the loss scale, as the gradient is.
+        """
         return None if self._begun is None else self._begun.average
 
-    def begin(self, flat: Tensor, density: float) -> Outcome:
+    def begin(self, flat: Tensor, density: float, loss_scale: float = 1.0) -> Outcome:
         """See `Aggregator.begin`."""
         if not self._dense_is_faster(flat.numel(), density):
-            return self._sparse.begin(flat, density)
+            return self._sparse.begin(flat, density, loss_scale)
         bytes_before = self._comm.bytes_sent
         begin = time.perf_counter()
-        accumulated, finite = self._accumulate(flat)
+        accumulated, finite = self._accumulate(flat, 1.0 / loss_scale)
         started = time.perf_counter()
         # One value more: how many ranks saw a gradient that was not finite.
         total = torch.cat([accumulated, accumulated.new_tensor([0.0 if finite else 1.0])])
         dense.all_reduce_(self._comm, total)
         ended = time.perf_counter()
-        average = total[:-1] / self._workers
+        average = (total[:-1] / self._workers) * loss_scale
         overflowing = ~torch.isfinite(average.to(flat.dtype))
         finite = total[-1].item() == 0.0 and not bool(overflowing.any())
-        self._begun = _Begun(average, overflowing, finite)
+        self._begun = _Begun(average, overflowing, finite, loss_scale)
         return Outcome(
             finite=finite,
             picked=flat.numel(),
@@ -97,7 +111,7 @@ class DenseWhereFaster:
             self._sparse.apply(flat)
         else:
             flat.copy_(self._take_begun().average)
-            self.residual.zero_()
+            self.feedback.applied_all()
 
     def owe(self, flat: Tensor) -> None:
         """See `Aggregator.owe`."""
@@ -105,7 +119,7 @@ class DenseWhereFaster:
             self._sparse.owe(flat)
         else:
             begun = self._take_begun()
-            self.residual.masked_fill_(begun.overflowing, 0.0)
+            self.feedback.residual.masked_fill_(begun.overflowing, 0.0)
             if not begun.finite:
                 flat.fill_(float("nan"))
 
@@ -114,21 +128,22 @@ class DenseWhereFaster:
         if self._begun is None:
             self._sparse.discard(flat)
         else:
-            self._take_begun()
-            self.residual.sub_(torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0))
+            self.feedback.take_back(flat, 1.0 / self._take_begun().loss_scale)
 
-    def _accumulate(self, flat: Tensor) -> tuple[Tensor, bool]:
+    def _accumulate(self, flat: Tensor, scale: float) -> tuple[Tensor, bool]:
         """Bring `flat` into the residual; return that, and whether all of it was finite.
 
         What is not finite leaves the residual as it was, and counts as nothing in the sum.
         """
-        accumulated = self.residual + flat
+        brought, scale = self.feedback.bring(flat, scale)
+        residual = self.feedback.residual
+        accumulated = torch.add(residual, brought, alpha=scale)
         # One pass without a mask: what is not finite makes the sum so. Large sums may be, too.
         if torch.isfinite(accumulated.sum()) or bool(torch.isfinite(accumulated).all()):
-            self.residual.copy_(accumulated)
+            residual.copy_(accumulated)
             return accumulated, True
         finite = torch.isfinite(accumulated)
-        torch.where(finite, accumulated, self.residual, out=self.residual)
+        torch.where(finite, accumulated, residual, out=residual)
         return torch.where(finite, accumulated, 0.0), False
 
     def _take_begun(self) -> _Begun:
@@ -169,6 +184,7 @@ def with_dense_steps(
 class _Begun(NamedTuple):
     """What a dense `begin` leaves for the second half. The residual holds all that was sent."""
 
-    average: Tensor
+    average: Tensor  # times the loss scale
     overflowing: Tensor  # bool [numel]: where the gradient's dtype cannot hold the average
     finite: bool
+    loss_scale: float

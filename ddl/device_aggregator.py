@@ -87,7 +87,11 @@ class DevicePath:
 
 
 def device_path(
-    comm: Communicator, compressor: Compressor, devices: Sequence[torch.device]
+    comm: Communicator,
+    compressor: Compressor,
+    devices: Sequence[torch.device],
+    *,
+    plain_feedback: bool = True,
 ) -> DevicePath | None:
     """How gradients can stay on the device; None where they go through the host.
 
@@ -97,6 +101,7 @@ def device_path(
         comm: the ranks; they need NCCL between them.
         compressor: how buckets are aggregated.
         devices: of the parameters; all have to be the communicator's.
+        plain_feedback: whether there is error feedback, without momentum correction.
     """
     if not isinstance(comm, NcclCommunicator):
         return None
@@ -111,6 +116,8 @@ def device_path(
         )
     elif compressor.make_selector is not None and _device_form(compressor, 0) is None:
         reason = _without_form(compressor)
+    elif not plain_feedback:
+        reason = "momentum correction, or no error feedback, has no form that stays on the device"
     operations = kernels.device_operations(comm.device)
     if reason is None and operations is not None:
         return DevicePath(comm, compressor, operations)
@@ -148,6 +155,7 @@ class DeviceAggregator:
     """Select, collect, repay, without leaving the device. See `ddl.aggregator.Aggregator`."""
 
     first = 0
+    velocity = None
 
     def __init__(
         self,
@@ -180,19 +188,21 @@ class DeviceAggregator:
         self._begun: _Begun | None = None
         self.residual = torch.zeros(numel, dtype=torch.float32, device=comm.device)
 
-    def begin(self, flat: Tensor, density: float) -> Outcome:
+    def begin(self, flat: Tensor, density: float, loss_scale: float = 1.0) -> Outcome:
         """See `Aggregator.begin`."""
         run, operations = self._run, self._operations
         k = entries(flat.numel(), density)
         winners = entries(flat.numel(), min(1.0, density * self._winners_per_pick))
         with run.enqueue():
-            picks = self._selector.launch(operations, flat, self.residual, k, self._workspace)
+            picks = self._selector.launch(
+                operations, flat, self.residual, k, 1.0 / loss_scale, self._workspace
+            )
             run.mark()
             collected = self._collect(self._comm, operations, picks, winners, self._workspace)
             run.mark()
             self._give_back_dropped(picks, collected)
             total = collected.total
-            average = Padded(total.indices, total.values / self._size)
+            average = Padded(total.indices, (total.values / self._size) * loss_scale)
             overflowing = ~torch.isfinite(average.values.to(flat.dtype))
             overflows = overflowing.sum(0, keepdim=True, dtype=torch.int32)
             run.report(picks.report, collected.finite, overflows, collected.labels)
@@ -201,7 +211,7 @@ class DeviceAggregator:
         self._selector.learn(k, picks, words[:REPORT_SIZE])
         all_finite, overflow_count = words[REPORT_SIZE : REPORT_SIZE + 2]
         finite = bool(all_finite) and overflow_count == 0
-        self._begun = _Begun(average, picks, collected.included, overflowing, finite)
+        self._begun = _Begun(average, picks, collected.included, overflowing, finite, loss_scale)
         return run.outcome(finite, picked=words[COUNT])
 
     def apply(self, flat: Tensor) -> None:
@@ -225,7 +235,8 @@ class DeviceAggregator:
         begun = self._take_begun()
         picks = begun.picks
         self._operations.give_back(self.residual, picks.indices, picks.values, begun.included)
-        self.residual.sub_(torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0))
+        gradient = torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0)
+        self.residual.sub_(gradient, alpha=1.0 / begun.loss_scale)
 
     def _give_back_dropped(self, picks: Picks, collected: DeviceCollected) -> None:
         if collected.included is not None:
@@ -244,11 +255,12 @@ class DeviceAggregator:
 class _Begun(NamedTuple):
     """What `begin` leaves for the second half."""
 
-    average: Padded
+    average: Padded  # times the loss scale
     picks: Picks
     included: Tensor | None  # bool [capacity of the picks]: which of them the average contains
     overflowing: Tensor  # bool [capacity of the average]: what the gradient's dtype cannot hold
     finite: bool
+    loss_scale: float
 
 
 class DeviceDenseAggregator:
@@ -256,6 +268,7 @@ class DeviceDenseAggregator:
 
     first = 0
     draws = None
+    velocity = None
 
     def __init__(self, comm: NcclCommunicator) -> None:
         """`comm`: the ranks; used only within `begin`."""
@@ -268,8 +281,8 @@ class DeviceDenseAggregator:
         """See `Aggregator.residual`."""
         return None
 
-    def begin(self, flat: Tensor, density: float) -> Outcome:
-        """See `Aggregator.begin`; `density` is not used."""
+    def begin(self, flat: Tensor, density: float, loss_scale: float = 1.0) -> Outcome:
+        """See `Aggregator.begin`; neither `density` nor `loss_scale` is used."""
         run = self._run
         with run.enqueue():
             run.mark()  # nothing to select

@@ -26,9 +26,10 @@ class DeviceSelector(Protocol):
         flat: Tensor,
         residual: Tensor,
         k: int,
+        scale: float,
         workspace: Workspace,
     ) -> Picks:
-        """As `Selector.select` with scale 1, on the current stream; the host waits for nothing."""
+        """As `Selector.select`, on the current stream; the host waits for nothing."""
 
     def learn(self, k: int, picks: Picks, report: Sequence[int]) -> None:
         """Take in the outcome of the last launch; `report` is that of `picks`, on the host."""
@@ -47,11 +48,12 @@ class LaunchedTopK:
         flat: Tensor,
         residual: Tensor,
         k: int,
+        scale: float,
         workspace: Workspace,
     ) -> Picks:
         """See `DeviceSelector.launch`."""
         threshold = self._prediction.threshold(k) or 0.0
-        return operations.launch_topk(flat, residual, k, 1.0, threshold, workspace)
+        return operations.launch_topk(flat, residual, k, scale, threshold, workspace)
 
     def learn(self, k: int, picks: Picks, report: Sequence[int]) -> None:
         """See `DeviceSelector.learn`."""
@@ -75,12 +77,13 @@ class LaunchedGaussianK:
         flat: Tensor,
         residual: Tensor,
         k: int,
+        scale: float,
         workspace: Workspace,
     ) -> Picks:
         """See `DeviceSelector.launch`."""
         if k == flat.numel():  # as GaussianK does: everything is wanted
-            return operations.launch_topk(flat, residual, k, 1.0, 0.0, workspace)
-        return operations.launch_gaussiank(flat, residual, k, 1.0, workspace)
+            return operations.launch_topk(flat, residual, k, scale, 0.0, workspace)
+        return operations.launch_gaussiank(flat, residual, k, scale, workspace)
 
     def learn(self, k: int, picks: Picks, report: Sequence[int]) -> None:
         """Each selection finds its own threshold."""
@@ -99,12 +102,13 @@ class LaunchedRandomK:
         flat: Tensor,
         residual: Tensor,
         k: int,
+        scale: float,
         workspace: Workspace,
     ) -> Picks:
         """See `DeviceSelector.launch`."""
         seed = self.draws.next_seed()
         indices = operations.launch_random_indices(flat.numel(), k, seed, flat.device)
-        return operations.launch_at(flat, residual, indices, 1.0, workspace)
+        return operations.launch_at(flat, residual, indices, scale, workspace)
 
     def learn(self, k: int, picks: Picks, report: Sequence[int]) -> None:
         """Draws do not depend on gradients."""

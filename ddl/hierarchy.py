@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from ddl import kernels
-from ddl.aggregator import Outcome, SparseAggregator
+from ddl.aggregator import PLAIN_FEEDBACK, Outcome, SparseAggregator
 from ddl.collectives import Collected, Collective, messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.dense_where_faster import DenseWhereFaster, with_dense_steps
 from ddl.errors import DDLError
+from ddl.feedback import Feedback
 from ddl.nodes import Teams
 from ddl.selectors import RandomK
 from ddl.sparse import Packet, SparseVector
@@ -46,6 +47,7 @@ def make_aggregator(
     device: torch.device,
     compressor: Compressor,
     seed: int,
+    feedback: Feedback = PLAIN_FEEDBACK,
 ) -> SparseAggregator | DenseWhereFaster | HierarchicalAggregator:
     """What aggregates a bucket in parts.
 
@@ -56,14 +58,16 @@ def make_aggregator(
         device: where the bucket lives.
         compressor: any but the dense one.
         seed: of this bucket, the same on every rank.
+        feedback: what becomes of gradients that are not applied at once; two levels know no
+            momentum correction.
     """
     if compressor.make_collective is None:
         raise ValueError(f"a selector is needed to aggregate in parts, got {compressor.name!r}")
     if teams is not None:
-        return HierarchicalAggregator(teams, numel, device, compressor, seed)
+        return HierarchicalAggregator(teams, numel, device, compressor, seed, feedback)
     collective = compressor.make_collective()
     compressor = dataclasses.replace(compressor, make_collective=lambda: collective)
-    sparse = SparseAggregator(comm, numel, device, compressor, seed)
+    sparse = SparseAggregator(comm, numel, device, compressor, seed, feedback)
     return with_dense_steps(comm, sparse, collective, compressor)
 
 
@@ -81,6 +85,7 @@ class HierarchicalAggregator:
         device: torch.device,
         compressor: Compressor,
         seed: int,
+        feedback: Feedback = PLAIN_FEEDBACK,
     ) -> None:
         """Owe nothing yet.
 
@@ -90,6 +95,8 @@ class HierarchicalAggregator:
             device: where the bucket lives.
             compressor: any but the dense one.
             seed: of this bucket, the same on every rank.
+            feedback: without momentum correction: a node's ranks would move alike, but only the
+                owners know what was applied.
         """
         self._teams = teams
         shards = max(1, min(teams.shards, numel))
@@ -102,7 +109,7 @@ class HierarchicalAggregator:
             # Another seed for each shard, the same on all of its owners.
             shard_seed = (seed + 0x9E3779B97F4A7C15 * teams.shard) % 2**64
             shard = slice(self.first, end)
-            self._own = _Owner(teams, shard, device, compressor, shard_seed)
+            self._own = _Owner(teams, shard, device, compressor, shard_seed, feedback)
         self._begun: _Begun | None = None
 
     @property
@@ -111,11 +118,16 @@ class HierarchicalAggregator:
         return None if self._own is None else self._own.inner.residual
 
     @property
+    def velocity(self) -> None:
+        """See `Aggregator.velocity`."""
+        return None
+
+    @property
     def draws(self) -> RandomK | None:
         """See `Aggregator.draws`."""
         return None if self._own is None else self._own.inner.draws
 
-    def begin(self, flat: Tensor, density: float) -> Outcome:
+    def begin(self, flat: Tensor, density: float, loss_scale: float = 1.0) -> Outcome:
         """See `Aggregator.begin`."""
         teams = self._teams
         teams.label()
@@ -124,7 +136,7 @@ class HierarchicalAggregator:
         node_sum = self._reduce(flat)
         share, select_seconds = torch.empty(0, dtype=torch.uint8), 0.0
         if self._own is not None and node_sum is not None:
-            outcome = self._own.begin(node_sum, density)
+            outcome = self._own.begin(node_sum, density, loss_scale)
             select_seconds = outcome.select_seconds
             share = _encode(self._own.average(), outcome.finite, outcome.picked)
         gathered = messages.all_gather(teams.within, share)
@@ -249,7 +261,13 @@ class _Owner:
     """
 
     def __init__(
-        self, teams: Teams, shard: slice, device: torch.device, compressor: Compressor, seed: int
+        self,
+        teams: Teams,
+        shard: slice,
+        device: torch.device,
+        compressor: Compressor,
+        seed: int,
+        feedback: Feedback,
     ) -> None:
         self.shard = shard
         if compressor.make_collective is None:
@@ -260,32 +278,35 @@ class _Owner:
         # It divides the owners' sum by the number of all ranks, so that it owes gradients of ranks,
         # not averages of nodes.
         numel = shard.stop - shard.start
-        sparse = SparseAggregator(teams.job, numel, device, compressor, seed)
+        sparse = SparseAggregator(teams.job, numel, device, compressor, seed, feedback)
         self.inner = with_dense_steps(
             teams.across, sparse, across.collective, compressor, workers=teams.job.size
         )
         self._node_sum: _NodeSum | None = None
+        self._loss_scale = 1.0
 
-    def begin(self, node_sum: _NodeSum, density: float) -> Outcome:
+    def begin(self, node_sum: _NodeSum, density: float, loss_scale: float) -> Outcome:
         """See `Aggregator.begin`."""
-        self._node_sum = node_sum
+        self._node_sum, self._loss_scale = node_sum, loss_scale
         if node_sum.spoiled is None:
-            return self.inner.begin(node_sum.total, density)
+            return self.inner.begin(node_sum.total, density, loss_scale)
         # For the aggregator, as for all the others, a spoiled entry is not finite. What was finite
         # in it is owed.
         outcome = self.inner.begin(
-            node_sum.total.masked_fill(node_sum.spoiled, float("nan")), density
+            node_sum.total.masked_fill(node_sum.spoiled, float("nan")), density, loss_scale
         )
-        self.inner.residual[node_sum.spoiled] += node_sum.total[node_sum.spoiled]
+        finite = node_sum.total[node_sum.spoiled] / loss_scale
+        self.inner.feedback.residual[node_sum.spoiled] += finite
         return outcome
 
     def average(self) -> Average:
-        """What `begin` has collected, divided by the number of all ranks."""
+        """What `begin` has collected, divided by the number of all ranks, times the loss scale."""
         inner = self.inner
         if isinstance(inner, DenseWhereFaster) and inner.dense_average is not None:
             return inner.dense_average
         total = self._across.total
-        return SparseVector(total.indices, total.values / self._workers, total.numel)
+        values = (total.values / self._workers) * self._loss_scale
+        return SparseVector(total.indices, values, total.numel)
 
     def apply(self, flat: Tensor) -> None:
         """See `Aggregator.apply`."""
@@ -300,7 +321,7 @@ class _Owner:
             overflowing = ~torch.isfinite(values.to(dtype))
             if isinstance(average, SparseVector):
                 overflowing = average.indices[overflowing].long()
-            self.inner.residual[overflowing] = 0.0
+            self.inner.feedback.residual[overflowing] = 0.0
 
     def discard(self) -> None:
         """See `Aggregator.discard`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,10 @@ from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
+from ddl.feedback import Feedback
+from ddl.loss_scale import GradScaler, check_scaler, hold
 from ddl.metrics import RunTotals, StepMetrics
+from ddl.naming import named, owned
 from ddl.reducer import Reducer
 from ddl.settings import Settings
 from ddl.timeline import TimelineConfig
@@ -50,7 +53,7 @@ class DistributedOptimizer(Optimizer):
     Attributes:
         compressor: the chosen pairing of selector and collective.
         density: fraction of gradient entries to keep at present; the same on every rank.
-        skipped_steps: steps skipped because a gradient was not finite.
+        skipped_steps: steps skipped because a gradient of any rank was not finite.
         epoch: what `set_epoch` was told last, None if nothing.
     """
 
@@ -78,6 +81,10 @@ class DistributedOptimizer(Optimizer):
         unused_parameters: str = "error",
         bucket_bytes: int | None = None,
         dense_below: int = 0,
+        scaler: GradScaler | None = None,
+        momentum_correction: float = 0.0,
+        local_clip_norm: float | None = None,
+        error_feedback: bool = True,
         seed: int = 0,
         timeline: str | os.PathLike[str] | None = None,
         comm: Communicator | None = None,
@@ -111,6 +118,18 @@ class DistributedOptimizer(Optimizer):
                 gradient in some steps: it then counts as zero on this rank.
             bucket_bytes: gradient bytes aggregated together; default DDL_FUSION_THRESHOLD, 25 MiB.
             dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
+            scaler: the torch.amp.GradScaler that scales the loss, if one does. Residuals are then
+                in true units, whatever the scale, and `scaler.unscale_(optimizer)` and
+                `scaler.step(optimizer)` wait for the averages first. A gradient of any rank that
+                is not finite makes the scaler of every rank skip the step.
+            momentum_correction: m in [0, 1) of u = m u + gradient on each rank, before selection;
+                what is sent is u, which becomes zero where it was applied (arXiv 1712.01887,
+                Section 3). The wrapped optimizer must have no momentum of its own. Parameters
+                aggregated whole get u = m u + average. Costs memory for u, and a pass over it.
+            local_clip_norm: t, for the norm of the average. Each rank clips its own gradient to a
+                norm of t sqrt(P) before it is added to what is owed (the same, Section 3.2). Costs
+                the overlap with the backward pass, since the norm is known at its end.
+            error_feedback: False drops what is not applied instead of owing it; for study.
             seed: of random-k's draws; the same on every rank.
             timeline: file for a timeline of the job, see `ddl.timeline`; default DDL_TIMELINE.
             comm: the ranks; default those of `ddl.init()`.
@@ -141,6 +160,12 @@ class DistributedOptimizer(Optimizer):
                 f"unused_parameters must be one of {', '.join(UNUSED_PARAMETERS)}, got "
                 f"{unused_parameters!r}"
             )
+        check_scaler(scaler)
+        feedback = Feedback.beside(optimizer, momentum_correction, error_feedback, hierarchical)
+        if local_clip_norm is not None and not 0 < local_clip_norm < math.inf:
+            raise ValueError(
+                f"local_clip_norm must be a positive number or None, got {local_clip_norm}"
+            )
         if backward_passes_per_step < 1:
             raise ValueError(
                 f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
@@ -152,7 +177,7 @@ class DistributedOptimizer(Optimizer):
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         comm = communicator() if comm is None else comm
-        members = _named(optimizer, named_parameters)
+        members = named(optimizer, named_parameters)
         trainable = [member for member in members if member.parameter.requires_grad]
         self._names = {id(member.parameter): member.name for member in members}
 
@@ -183,9 +208,14 @@ class DistributedOptimizer(Optimizer):
                 hierarchical=hierarchical,
                 timeline=TimelineConfig.of(settings, timeline),
                 links=settings.links,
+                feedback=feedback,
+                local_clip_norm=local_clip_norm,
             ),
             stall_check_seconds=settings.stall_check_seconds,
+            scaler=scaler,
         )
+        if scaler is not None:
+            hold(scaler, self)
         if density_warmup is not None:
             self.set_epoch(0)
 
@@ -269,6 +299,14 @@ class DistributedOptimizer(Optimizer):
         self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
+        if not self._finite:
+            self.skipped_steps += 1
+            logger.log(
+                logging.WARNING if self._rank == 0 else logging.DEBUG,
+                "step %d skipped on every rank: a gradient was not finite (%d skipped so far)",
+                self._reducer.step - 1,
+                self.skipped_steps,
+            )
         return self._finite
 
     @contextmanager
@@ -313,17 +351,9 @@ class DistributedOptimizer(Optimizer):
         return torch.tensor(self._reducer.average(torch.as_tensor(loss).item()))
 
     def _gradients_usable(self) -> bool:
-        """Aggregate unless `synchronize` has; count a skipped step."""
+        """Aggregate unless `synchronize` has."""
         self.synchronize()
         self._synchronized = False
-        if not self._finite:
-            self.skipped_steps += 1
-            logger.log(
-                logging.WARNING if self._rank == 0 else logging.DEBUG,
-                "step %d skipped on every rank: a gradient was not finite (%d skipped so far)",
-                self._reducer.step - 1,
-                self.skipped_steps,
-            )
         return self._finite
 
     # Density and metrics.
@@ -393,53 +423,8 @@ class DistributedOptimizer(Optimizer):
         """Take in parameters that were added or unfrozen since the last step."""
         new = [
             NamedParameter(self._names.get(id(member.parameter), member.name), member.parameter)
-            for member in _owned(self._wrapped)
+            for member in owned(self._wrapped)
             if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
         ]
         if new:
             self._reducer.add(new, within_step=within_step)
-
-
-def _named(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
-) -> list[NamedParameter]:
-    """The optimizer's parameters with their names, in the order of the names.
-
-    Raises:
-        ValueError: a name given twice, or a parameter without a name.
-    """
-    owned = {id(member.parameter): member for member in _owned(optimizer)}
-    if named_parameters is None:
-        return list(owned.values())
-    try:
-        pairs = [(str(name), parameter) for name, parameter in named_parameters]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            "named_parameters must be pairs of name and parameter, got something else; pass "
-            "model.named_parameters()"
-        ) from error
-    counts = Counter(name for name, _ in pairs)
-    for name, count in counts.items():
-        if count > 1:
-            raise ValueError(
-                f"named_parameters has {name!r} {count} times, expected distinct names; with "
-                "several models give each a prefix"
-            )
-    members = {id(p): NamedParameter(name, p) for name, p in pairs if id(p) in owned}
-    for key, member in owned.items():
-        if key not in members:
-            raise ValueError(
-                f"the optimizer's parameter {member.name} of shape "
-                f"{tuple(member.parameter.shape)} is not in named_parameters; pass the "
-                "named_parameters() of every model it optimizes, or none at all"
-            )
-    return list(members.values())
-
-
-def _owned(optimizer: Optimizer) -> list[NamedParameter]:
-    """An optimizer's parameters, named by their place in it."""
-    return [
-        NamedParameter(f"group{g}.{place}", parameter)
-        for g, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-    ]

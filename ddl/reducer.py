@@ -19,14 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddl.aggregator import Aggregator, Outcome
 from ddl.agreement import Agreement, ReducerConfig
 from ddl.buckets import Bucket, NamedParameter, make_buckets
+from ddl.clipping import clip_
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
@@ -35,6 +36,7 @@ from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
 from ddl.hooks import check_unclaimed, listen
+from ddl.loss_scale import GradScaler, LossScale
 from ddl.metrics import BucketMetrics, StepMetrics
 from ddl.recorder import Recorder, Stopwatch
 from ddl.timeline import StepSpans, open_track
@@ -44,8 +46,10 @@ logger = logging.getLogger(__name__)
 
 # The worker's own waits have the same deadline and know more; let their error come first.
 GRACE_SECONDS = 10.0
+GLANCE = 32  # entries that nearly always tell whether a gradient was changed
 CHANGE_CURE = (
-    "call optimizer.synchronize() between backward() and any change of gradients, such as clipping"
+    "call optimizer.synchronize() between backward() and any change of gradients, such as "
+    "clipping; a GradScaler goes to DistributedOptimizer as scaler="
 )
 
 
@@ -68,6 +72,7 @@ class Reducer:
         config: ReducerConfig,
         *,
         stall_check_seconds: float,
+        scaler: GradScaler | None = None,
     ) -> None:
         """Make the buckets and hook into the parameters; give all ranks rank 0's. Collective.
 
@@ -78,6 +83,7 @@ class Reducer:
             density: see the attribute.
             config: see there.
             stall_check_seconds: after this long a wait is reported in the log.
+            scaler: what multiplies losses, if anything does.
 
         Raises:
             ValueError: a parameter that cannot be handled.
@@ -93,6 +99,7 @@ class Reducer:
         self._agreement = Agreement(self._comm, self._control, compressor, config)
         self._worker = Worker(f"ddl-reducer-{comm.rank}", self._agreement.cancel)
         self._stall_check_seconds = stall_check_seconds
+        self._loss_scale = LossScale(scaler)
         self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
         self._buckets: list[Bucket] = []
         self._aggregators: list[Aggregator] = []
@@ -162,6 +169,7 @@ class Reducer:
         self._launched: list[_Launch] = []
         self._first_gradient: float | None = None
         self._last_gradient = time.perf_counter()
+        self._loss_scale.forget()
 
     # 1. Ready.
 
@@ -198,6 +206,8 @@ class Reducer:
     # 2. Launch.
 
     def _launch_ready(self) -> None:
+        if self._config.local_clip_norm is not None and any(self._unready):
+            return  # the norm is that of all gradients
         while len(self._launched) < len(self._buckets):
             index = len(self._launched)
             if self._unready[index]:
@@ -215,29 +225,64 @@ class Reducer:
         flat, density = bucket.flat.data, self.density
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
+        loss_scale, clip = self._loss_scale, self._clipping() if index == 0 else None
 
         def task() -> Outcome:
             comm.label = label
             with stream.current():
                 stream.follow(marks.values())
-                outcome = begin(flat, density)
+                if clip is not None:
+                    clip(loss_scale.read())
+                outcome = begin(flat, density, loss_scale.read())
+                launch.after = _glance(flat)
                 stream.synchronize()  # what comes next runs on the caller's streams
             return outcome
 
-        self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))
+        # What is aggregated whole, or clipped, the worker itself changes.
+        kept = self._aggregators[index].residual is not None
+        kept &= self._config.local_clip_norm is None
+        launch = _Launch(bucket.flat._version, _glance(flat) if kept else None)
+        launch.future = self._worker.submit(task)
+        self._launched.append(launch)
+
+    def _clipping(self) -> Callable[[float], None] | None:
+        """What clips all gradients of this rank, on the worker thread; None if nothing is to."""
+        threshold, P = self._config.local_clip_norm, self._comm.size
+        if threshold is None:
+            return None
+        flats = [bucket.flat.data for bucket in self._buckets]
+        follows = []
+        for flat, marks in zip(flats, self._marks, strict=True):
+            stream = self._streams[flat.device]
+            stream.mark_caller(marks)
+            follows.append((stream, marks))
+
+        def clip(loss_scale: float) -> None:
+            for stream, marks in follows:
+                stream.follow(marks.values())
+            clip_(flats, threshold, P, loss_scale)
+
+        return clip
 
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
         self._check_every_parameter_has_a_gradient()
-        for index in range(len(self._launched), len(self._buckets)):
+        rest = range(len(self._launched), len(self._buckets))
+        for index in rest:
             bucket = self._buckets[index]
             for place, member in enumerate(bucket.members):
                 bucket.absorb(place)
-                owing = self._aggregators[index]
-                if not member.parameter.requires_grad and owing.residual is not None:
-                    # It must not move while it is frozen.
-                    bucket.part(owing.residual, place, owing.first).zero_()
+                if not member.parameter.requires_grad:
+                    self._stop(index, place)
+        for index in rest:
             self._launch(index)
+
+    def _stop(self, index: int, place: int) -> None:
+        """A parameter must not move while it is frozen."""
+        bucket, owing = self._buckets[index], self._aggregators[index]
+        for kept in (owing.residual, owing.velocity):
+            if kept is not None:
+                bucket.part(kept, place, owing.first).zero_()
 
     def _check_every_parameter_has_a_gradient(self) -> None:
         if self._config.unused_parameters == "zero":
@@ -322,7 +367,7 @@ class Reducer:
 
     def _check_unchanged(self, launch: _Launch, bucket: Bucket) -> None:
         replaced = bucket.first_detached()
-        if replaced is not None or bucket.flat._version != launch.version:
+        if replaced is not None or launch.shows_change(bucket.flat):
             what = f"of parameter {replaced!r}" if replaced else f"in {bucket}"
             raise GradientError(
                 f"a gradient {what} was changed in step {self.step} on rank {self._comm.rank} "
@@ -414,8 +459,39 @@ class Reducer:
         self._agreement.close()
 
 
-class _Launch(NamedTuple):
-    """A bucket under way: its result to come, and the version of its gradient at the launch."""
+class _Launch:
+    """A bucket under way.
+
+    Attributes:
+        future: its outcome to come.
+        after: a glance at its gradient when that was there.
+    """
 
     future: Future[Outcome]
-    version: int
+
+    def __init__(self, version: int, before: Tensor | None) -> None:
+        """Remember how the gradient looks.
+
+        Args:
+            version: torch's count of changes.
+            before: a glance, if the worker leaves the gradient as it is.
+        """
+        self._version = version
+        self._before = before
+        self.after: Tensor | None = None
+
+    def shows_change(self, flat: Tensor) -> bool:
+        """Whether somebody else has changed the gradient; needs the outcome."""
+        if flat._version != self._version:
+            return True
+        now = _glance(flat)
+        return any(
+            known is not None and not torch.equal(known, now)
+            for known in (self._before, self.after)
+        )
+
+
+def _glance(flat: Tensor) -> Tensor:
+    """The bits of some entries: torch does not count changes by `grad.data` or by a GradScaler."""
+    some = flat.detach()[:: max(1, flat.numel() // GLANCE)].clone()
+    return some.view(torch.int16 if flat.element_size() == 2 else torch.int32)

@@ -93,9 +93,12 @@ def own(objects: Objects, rank: int) -> dict[str, Any]:
     """What this rank alone has."""
     return {
         "rank": rank,
-        "residuals": {
-            name: plain(residuals.owed(optimizer.reducer), "residuals")
-            for name, optimizer in objects.distributed.items()
+        **{
+            kind: {
+                name: plain(residuals.pieces_of(optimizer.reducer, kind), kind)
+                for name, optimizer in objects.distributed.items()
+            }
+            for kind in residuals.KINDS
         },
         "buffers": {
             name: plain(_buffers(m), f"models[{name!r}]") for name, m in objects.models.items()

@@ -94,7 +94,7 @@ class Loading:
         """Whether this rank owns the pieces that its shard holds."""
         if self._P != self._P_before:
             return False
-        saved = self._shard(self._rank)["residuals"]
+        saved = self._shard(self._rank)["residual"]
         return all(
             residuals.same_pieces(optimizer.reducer, saved.get(name, {}))
             for name, optimizer in self._objects.distributed.items()
@@ -129,12 +129,13 @@ class Loading:
 
     def _resume(self, name: str, optimizer: DistributedOptimizer) -> None:
         reducer, saved = optimizer.reducer, self.job["aggregation"][name]
-        if self.unchanged:
-            residuals.give_back(reducer, self._shards[self._rank]["residuals"][name])
-        else:
-            pieces = {old: shard["residuals"][name] for old, shard in self._shards.items()}
-            scale = self._P / self._P_before
-            residuals.take_over(reducer, pieces, self._inherited[name], scale)
+        for kind in residuals.KINDS:
+            if self.unchanged:
+                residuals.give_back(reducer, kind, self._shards[self._rank][kind][name])
+            else:
+                pieces = {old: shard[kind][name] for old, shard in self._shards.items()}
+                scale = self._P / self._P_before
+                residuals.take_over(reducer, kind, pieces, self._inherited[name], scale)
         reducer.history = saved["history"]
         for bucket, aggregator in reducer.owing:
             if aggregator.draws is not None:
@@ -173,10 +174,15 @@ class Loading:
             changes = [f"{k} {now[k]}, was {before.get(k)}" for k in now if now[k] != before.get(k)]
             if changes:
                 notes.append(f"optimizer {name!r} has {'; '.join(changes)}")
+            mine = self._shards[self._rank % P_before]
+            moving = residuals.pieces_of(optimizer.reducer, "velocity")
+            if bool(moving) != bool(mine["velocity"][name]):
+                had = "starts without the" if moving else "drops the"
+                notes.append(f"optimizer {name!r} {had} velocity of momentum correction")
             owning = [
                 any(end > begin for begin, end in b) for b in zip(*self._ranges[name], strict=True)
             ]
-            owed = self._shards[self._rank % P_before]["residuals"][name]
+            owed = mine["residual"][name]
             dropped = [
                 member.name
                 for (bucket, _), owns in zip(optimizer.reducer.owing, owning, strict=True)

@@ -1,5 +1,7 @@
 """What the ranks owe, by the names of parameters, to be kept and to be taken up again.
 
+Velocities, of momentum correction, are kept and taken up as residuals are.
+
 A rank's residual of a parameter is a *piece* of its entries: all of them or, in two levels, those
 in this rank's shard of the bucket. What ranks owe counts by its sum over ranks, divided by P. So
 when other ranks take it up,
@@ -8,13 +10,14 @@ when other ranks take it up,
   one level are all ranks;
 * all of it is multiplied by the new P over the old, so that the average still owed is the same.
 
-Where as many ranks own the same pieces as before, each gets its own back, to the bit.
+Where as many ranks own the same pieces as before, each gets its own back, to the bit. The velocity
+of an average is the same on every rank, and stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,23 +27,28 @@ from ddl.reducer import Reducer
 Range = tuple[int, int]  # entries of a bucket from the first number to below the second
 
 
+Kind = Literal["residual", "velocity"]
+KINDS: tuple[Kind, ...] = ("residual", "velocity")
+
+
 class Piece(TypedDict):
-    """Part of a parameter's residual."""
+    """Part of a parameter's residual or velocity."""
 
     begin: int  # its first entry
     values: Tensor  # float32 [length of the piece]
     channels_last: bool  # whether entries are counted in that order of memory
 
 
-def owed(reducer: Reducer) -> dict[str, Piece]:
-    """What this rank owes, by the names of parameters; shares memory with the residuals."""
+def pieces_of(reducer: Reducer, kind: Kind) -> dict[str, Piece]:
+    """This rank's, by the names of parameters; they share memory with the residuals."""
     pieces: dict[str, Piece] = {}
     for bucket, aggregator in reducer.owing:
-        if aggregator.residual is None:
+        kept: Tensor | None = getattr(aggregator, kind)
+        if kept is None:
             continue
         offset = 0
         for place, member in enumerate(bucket.members):
-            values = bucket.part(aggregator.residual, place, aggregator.first)
+            values = bucket.part(kept, place, aggregator.first)
             if values.numel():
                 begin = max(0, aggregator.first - offset)
                 pieces[member.name] = {
@@ -58,7 +66,7 @@ def same_pieces(reducer: Reducer, pieces: Mapping[str, Piece]) -> bool:
     def layout(of: Mapping[str, Piece]) -> dict[str, tuple[int, int, bool]]:
         return {n: (p["begin"], p["values"].numel(), p["channels_last"]) for n, p in of.items()}
 
-    return layout(owed(reducer)) == layout(pieces)
+    return layout(pieces_of(reducer, "residual")) == layout(pieces)
 
 
 def ranges(reducer: Reducer) -> list[Range]:
@@ -85,31 +93,39 @@ def inherited(everyones: Sequence[Sequence[Range]], rank: int, P_before: int) ->
     return taken
 
 
-def give_back(reducer: Reducer, pieces: Mapping[str, Piece]) -> None:
-    """Owe these pieces, to the bit, and nothing else; they are this rank's `same_pieces`."""
-    for name, piece in owed(reducer).items():
-        piece["values"].copy_(pieces[name]["values"])
+def give_back(reducer: Reducer, kind: Kind, pieces: Mapping[str, Piece]) -> None:
+    """Keep these pieces, to the bit, and nothing else; residuals are this rank's `same_pieces`."""
+    for name, piece in pieces_of(reducer, kind).items():
+        if name in pieces:
+            piece["values"].copy_(pieces[name]["values"])
+        else:
+            piece["values"].zero_()
 
 
 def take_over(
     reducer: Reducer,
+    kind: Kind,
     shards: Mapping[int, Mapping[str, Piece]],
     old_ranks_of: Sequence[Sequence[int]],
     scale: float,
 ) -> None:
-    """Owe what others owed, and nothing else.
+    """Keep what others kept, and nothing else.
 
     Args:
         reducer: of this rank.
-        shards: the pieces of each old rank that this rank takes over from.
+        kind: which of what it keeps.
+        shards: the pieces of each old rank that this rank takes over from, and of any other one.
         old_ranks_of: each bucket; from `inherited`.
         scale: the new P over the old.
     """
     for (bucket, aggregator), old_ranks in zip(reducer.owing, old_ranks_of, strict=True):
-        residual = aggregator.residual
-        if residual is None:
+        kept: Tensor | None = getattr(aggregator, kind)
+        if kept is None:
             continue
-        residual.zero_()
+        kept.zero_()
+        factor = scale
+        if aggregator.residual is None:  # the velocity of an average: any old rank's will do
+            old_ranks, factor = list(shards)[:1], 1.0
         offset = -aggregator.first  # of the parameter within the residual
         for place, member in enumerate(bucket.members):
             for old_rank in old_ranks:
@@ -119,10 +135,10 @@ def take_over(
                         piece, member.parameter.shape, bucket.is_channels_last(place)
                     )
                     low = max(0, offset + begin)
-                    high = min(residual.numel(), offset + begin + values.numel())
+                    high = min(kept.numel(), offset + begin + values.numel())
                     if high > low:
                         part = values[low - offset - begin : high - offset - begin]
-                        residual[low:high] += (part * scale).to(residual.device)
+                        kept[low:high] += (part * factor).to(kept.device)
             offset += member.parameter.numel()
 
 

@@ -11,40 +11,40 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
-ACCUMULATE = 4
+PASSES = 4
 
 
 class Trainer:
-    """Trains a classifier; a step takes the mean gradient of ACCUMULATE micro-batches."""
+    """Trains a classifier; a step takes the mean gradient of PASSES micro-batches."""
 
     def __init__(
         self,
         model: nn.Module,
         data: Samples,
         optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
         epochs: int,
         micro_batch_size: int,
     ):
-        self.model, self.optimizer, self.epochs = model, optimizer, epochs
+        self.model, self.optimizer, self.scaler, self.epochs = model, optimizer, scaler, epochs
         self.loader = DataLoader(data, micro_batch_size, shuffle=True, drop_last=True)
-        steps = epochs * (len(self.loader) // ACCUMULATE)
+        steps = epochs * (len(self.loader) // PASSES)
         self.schedule = LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)  # bfloat16 needs none
 
     def train(self):
         """All epochs."""
         self.model.train()
         for _ in range(self.epochs):
             micro_batches = list(self.loader)
-            for begin in range(0, len(micro_batches) - ACCUMULATE + 1, ACCUMULATE):
-                self.step(micro_batches[begin : begin + ACCUMULATE])
+            for begin in range(0, len(micro_batches) - PASSES + 1, PASSES):
+                self.step(micro_batches[begin : begin + PASSES])
 
     def step(self, micro_batches: list):
         """One update of the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         for images, labels in micro_batches:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = cross_entropy(self.model(images), labels) / ACCUMULATE
+                loss = cross_entropy(self.model(images), labels) / PASSES
             self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -56,8 +56,9 @@ class Trainer:
 torch.manual_seed(0)
 data = load()
 model = make_classifier()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-trainer = Trainer(model, data, optimizer, epochs=10, micro_batch_size=16)
+scaler = torch.amp.GradScaler("cpu")
+adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+trainer = Trainer(model, data, adam, scaler, epochs=10, micro_batch_size=16)
 
 first = mean_loss(model, data)
 trainer.train()

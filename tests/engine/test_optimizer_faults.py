@@ -121,8 +121,9 @@ def test_a_gan_trains_as_with_bare_optimizers(set_to_none):
     [
         lambda model: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters()],
         lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: [p.grad.data.mul_(0.5) for p in model.parameters()],
     ],
-    ids=["replaced", "clipped"],
+    ids=["replaced", "clipped", "changed as data"],
 )
 def test_gradients_changed_under_way_are_an_error_with_a_cure(change):
     model = make_model()

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 from torch import nn
 from toy import backward, batch, digests_equal, make_model, sgd, train_seed, wrap
@@ -253,3 +254,74 @@ def test_tiny_and_empty_parameters_are_no_special_case():
     models = threads.run(2, work)
     assert digests_equal(models)
     assert models[0].scalar.item() != 2.0
+
+
+def test_a_rank_that_used_no_embedding_meets_one_that_has_a_sparse_gradient():
+    def work(comm):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)
+        model = nn.ModuleList([embedding, head])
+        optimizer = wrap(model, density=0.2, unused_parameters="zero")
+        before = embedding.weight.clone()
+        for step in range(3):
+            optimizer.zero_grad()
+            used = embedding(torch.tensor([5 + step])) if comm.rank == 0 else torch.ones(1, 4)
+            head(used).sum().backward()
+            optimizer.step()
+        assert not torch.equal(embedding.weight, before)
+        return model
+
+    assert digests_equal(threads.run(2, work))
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk", "gtopk", "randomk"])
+def test_half_precision_averages_do_not_overflow_where_their_sums_would(compressor):
+    def work(comm):
+        model = nn.Linear(64, 1, bias=False).half()
+        optimizer = wrap(model, compressor=compressor, density=1.0)
+        model.weight.grad = torch.full((1, 64), 40_000.0, dtype=torch.float16)  # 4 of them: inf
+        (model.weight * 0).sum().backward()  # so that the hooks see it
+        optimizer.synchronize()
+        assert bool((model.weight.grad == 40_000.0).all())
+        optimizer.zero_grad()
+        return True
+
+    assert all(threads.run(4, work))
+
+
+def test_entries_beyond_what_a_float_counts_are_found_again():
+    """An index above 2^24 kept as a float32 would be off by one."""
+    numel = 2**24 + 10
+
+    def work(comm):
+        weight = nn.Parameter(torch.zeros(numel))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        optimizer = ddl.DistributedOptimizer(optimizer, [("weight", weight)], density=2 / numel)
+        places = torch.tensor([2**24 + 1 + 2 * comm.rank, 2**24 + 5])
+        (weight[places] * torch.tensor([1.0, 2.0])).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        moved = weight.detach().nonzero().flatten()
+        return dict(zip(moved.tolist(), weight[moved].tolist(), strict=True))
+
+    applied, again = threads.run(2, work)
+    assert applied == again
+    assert applied[2**24 + 5] == -2.0
+    assert set(applied) <= {2**24 + 1, 2**24 + 3, 2**24 + 5} and len(applied) == 2
+
+
+def test_the_density_is_the_one_that_was_asked_for_from_the_first_step_on():
+    def work(comm):
+        model = nn.Linear(100, 100, bias=False)
+        optimizer = wrap(model, sgd(model), density=0.001)
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 100, generator=torch.Generator().manual_seed(step))
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            seen.append((optimizer.density, optimizer.metrics.density_actual))
+        return seen
+
+    for seen in threads.run(2, work):
+        assert seen == [(0.001, 0.001)] * 3
