@@ -25,28 +25,26 @@ import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddl.aggregator import Aggregator, Outcome
-from ddl.agreement import Agreement, ReducerConfig, stable_hash
+from ddl.agreement import stable_hash
 from ddl.buckets import NamedParameter
 from ddl.comm import Communicator
 from ddl.comm.base import LARGEST_LABEL
-from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor, make_compressor
 from ddl.ddp_buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_of
+from ddl.ddp_room import Choices, Room, meet
 from ddl.density import check_density
 from ddl.errors import DDLError
 from ddl.loss_scale import GradScaler, LossScale, check_scaler
 from ddl.metrics import RunTotals, Span
 from ddl.recorder import Recorder, Stopwatch
-from ddl.settings import Settings
-from ddl.timeline import StepSpans, TimelineConfig, open_track
-from ddl.worker import Worker
+from ddl.timeline import StepSpans
 from ddl.world import init
 
 logger = logging.getLogger(__name__)
@@ -76,18 +74,6 @@ def sparse_hook(state: SparseHookState, bucket):
     """
     # Without annotations, since DDP compares them with the types and refuses their names.
     return state.launch(bucket)
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """What the user has chosen for good; the density can change."""
-
-    compressor: str
-    collective: str | None
-    wire: str | None
-    winners_per_pick: float | None
-    dense_below: int
-    seed: int
 
 
 class SparseHookState:
@@ -152,10 +138,10 @@ class SparseHookState:
                 f"dense_below must be a number of elements, 0 or more, got {dense_below!r}"
             )
         ratio = None if global_density is None else global_density / density
-        self._configure(_Choices(compressor, collective, wire, ratio, dense_below, seed), density)
+        self._configure(Choices(compressor, collective, wire, ratio, dense_below, seed), density)
         self.attach(model_or_named_parameters, comm, scaler=scaler)
 
-    def _configure(self, choices: _Choices, density: float) -> None:
+    def _configure(self, choices: Choices, density: float) -> None:
         self._choices = choices
         self._compressor: Compressor = make_compressor(
             choices.compressor, choices.collective, choices.wire, choices.winners_per_pick
@@ -173,7 +159,7 @@ class SparseHookState:
         self._ranks: int | None = None
         self._given_comm: Communicator | None = None
         self._loss_scale = LossScale(None)
-        self._room: _Room | None = None
+        self._room: Room | None = None
         self._spoilt = False  # what was picked in a step that failed is owed nowhere
         self._next = 0  # index of the bucket that is due
         self._launches = 0
@@ -277,7 +263,7 @@ class SparseHookState:
                 f"the pickled SparseHookState has format {saved.get('format')}, expected {FORMAT}; "
                 "load it with the version of ddl that saved it"
             )
-        self._configure(_Choices(**saved["choices"]), saved["density"])
+        self._configure(Choices(**saved["choices"]), saved["density"])
         self.step, self.skipped_steps = saved["step"], saved["skipped_steps"]
         self._owed = dict(saved["residuals"])
 
@@ -334,7 +320,7 @@ class SparseHookState:
         room.worker.submit(task).add_done_callback(lambda done: self._settle(launch, done))
         return launch.result
 
-    def _meet(self) -> _Room:
+    def _meet(self) -> Room:
         """The other ranks, with whom the settings are agreed the first time. Collective."""
         if self._room is not None:
             return self._room
@@ -349,32 +335,14 @@ class SparseHookState:
                 f"DDP's process group has {self._ranks} ranks, ddl {comm.size}; pass "
                 "SparseHookState a comm= of the same ranks, made by ddl.communicator().split()"
             )
-        settings = Settings.from_environment()
-        choices = self._choices
-        config = ReducerConfig(
-            bucket_bytes=0,  # DDP's, which sees to it that ranks have the same buckets
-            dense_below=choices.dense_below,
-            backward_passes_per_step=1,
-            unused_parameters="zero",
-            density_warmup=(),
-            seed=choices.seed,
-            # In two levels a rank owes for a part of a bucket, and for another after a new cut.
-            hierarchical=False,
-            timeline=TimelineConfig.of(settings, None),
-            links=settings.links,
-        )
-        own, control = comm.duplicate(), comm.duplicate()
-        agreement = Agreement(own, control, self._compressor, config)
         try:
-            trainable = [m for m in self._members if m.parameter.requires_grad]
-            agreement.reach(trainable, self._density)
-            self._recorder.track = open_track(config.timeline, comm, control)
+            room = meet(comm, self._members, self._compressor, self._choices, self._density)
         except DDLError as error:
             self.failure = error
             raise
-        worker = Worker(f"ddl-hook-{comm.rank}", agreement.cancel)
-        self._room = _Room(own, agreement, worker, WorkerStreams(own))
-        return self._room
+        self._recorder.track = room.track
+        self._room = room
+        return room
 
     def _label(self, places: Sequence[Place]) -> int:
         """What ranks must have in common, so that one that is out of step is found out."""
@@ -383,7 +351,7 @@ class SparseHookState:
 
     # 2. Cut.
 
-    def _cut(self, room: _Room, index: int, places: tuple[Place, ...], flat: Tensor) -> Cut:
+    def _cut(self, room: Room, index: int, places: tuple[Place, ...], flat: Tensor) -> Cut:
         """The aggregators of a bucket, which owe what is owed for its parameters."""
         found = self._cuts.get(places)
         if found is None:
@@ -406,7 +374,7 @@ class SparseHookState:
 
     # 4. End.
 
-    def _end(self, room: _Room) -> None:
+    def _end(self, room: Room) -> None:
         """The gradients of the step become averages, or NaN."""
         self._loss_scale.forget()
         finite = all(outcome.finite for launch in self._begun for outcome in launch.outcomes)
@@ -450,12 +418,3 @@ class SparseHookState:
         begun, self._begun = self._begun, []
         for each in begun if launch in begun else [*begun, launch]:
             each.complete(failure)
-
-
-class _Room(NamedTuple):
-    """What the worker thread works with."""
-
-    comm: Communicator
-    agreement: Agreement
-    worker: Worker
-    streams: WorkerStreams

@@ -18,11 +18,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddl.aggregator import Aggregator, Outcome
 from ddl.agreement import Agreement, ReducerConfig
@@ -36,6 +36,7 @@ from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
 from ddl.hooks import check_unclaimed, listen
+from ddl.launches import Launch, glance
 from ddl.loss_scale import GradScaler, LossScale
 from ddl.metrics import BucketMetrics, StepMetrics
 from ddl.recorder import Recorder, Stopwatch
@@ -46,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 # The worker's own waits have the same deadline and know more; let their error come first.
 GRACE_SECONDS = 10.0
-GLANCE = 32  # entries that nearly always tell whether a gradient was changed
 CHANGE_CURE = (
     "call optimizer.synchronize() between backward() and any change of gradients, such as "
     "clipping; a GradScaler goes to DistributedOptimizer as scaler="
@@ -166,7 +166,7 @@ class Reducer:
         self._marks = [self._streams[b.flat.device].mark_caller({}) for b in self._buckets]
         self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
         self._unready = [len(bucket.members) for bucket in self._buckets]
-        self._launched: list[_Launch] = []
+        self._launched: list[Launch] = []
         self._first_gradient: float | None = None
         self._last_gradient = time.perf_counter()
         self._loss_scale.forget()
@@ -234,14 +234,14 @@ class Reducer:
                 if clip is not None:
                     clip(loss_scale.read())
                 outcome = begin(flat, density, loss_scale.read())
-                launch.after = _glance(flat)
+                launch.after = glance(flat)
                 stream.synchronize()  # what comes next runs on the caller's streams
             return outcome
 
         # What is aggregated whole, or clipped, the worker itself changes.
         kept = self._aggregators[index].residual is not None
         kept &= self._config.local_clip_norm is None
-        launch = _Launch(bucket.flat._version, _glance(flat) if kept else None)
+        launch = Launch(bucket.flat._version, glance(flat) if kept else None)
         launch.future = self._worker.submit(task)
         self._launched.append(launch)
 
@@ -365,7 +365,7 @@ class Reducer:
         """Whether no gradient has come since the last `synchronize`."""
         return not any(any(passes) for passes in self._passes)
 
-    def _check_unchanged(self, launch: _Launch, bucket: Bucket) -> None:
+    def _check_unchanged(self, launch: Launch, bucket: Bucket) -> None:
         replaced = bucket.first_detached()
         if replaced is not None or launch.shows_change(bucket.flat):
             what = f"of parameter {replaced!r}" if replaced else f"in {bucket}"
@@ -374,7 +374,7 @@ class Reducer:
                 f"while it was under way, expected it untouched; {CHANGE_CURE}"
             )
 
-    def _wait_for_all(self, launched: Sequence[_Launch]) -> tuple[list[Outcome], Stopwatch]:
+    def _wait_for_all(self, launched: Sequence[Launch]) -> tuple[list[Outcome], Stopwatch]:
         outcomes, waited = [], Stopwatch()
         for launch, bucket in zip(launched, self._buckets, strict=False):
             try:
@@ -385,7 +385,7 @@ class Reducer:
             waited.lap()
         return outcomes, waited
 
-    def _wait_for(self, launch: _Launch, bucket: Bucket) -> Outcome:
+    def _wait_for(self, launch: Launch, bucket: Bucket) -> Outcome:
         where = f"step {self.step}, {bucket}, rank {self._comm.rank} of {self._comm.size}"
         begin = time.monotonic()
         while not wait([launch.future], timeout=self._stall_check_seconds).done:
@@ -457,41 +457,3 @@ class Reducer:
         self._worker.close()
         self.recorder.close()
         self._agreement.close()
-
-
-class _Launch:
-    """A bucket under way.
-
-    Attributes:
-        future: its outcome to come.
-        after: a glance at its gradient when that was there.
-    """
-
-    future: Future[Outcome]
-
-    def __init__(self, version: int, before: Tensor | None) -> None:
-        """Remember how the gradient looks.
-
-        Args:
-            version: torch's count of changes.
-            before: a glance, if the worker leaves the gradient as it is.
-        """
-        self._version = version
-        self._before = before
-        self.after: Tensor | None = None
-
-    def shows_change(self, flat: Tensor) -> bool:
-        """Whether somebody else has changed the gradient; needs the outcome."""
-        if flat._version != self._version:
-            return True
-        now = _glance(flat)
-        return any(
-            known is not None and not torch.equal(known, now)
-            for known in (self._before, self.after)
-        )
-
-
-def _glance(flat: Tensor) -> Tensor:
-    """The bits of some entries: torch does not count changes by `grad.data` or by a GradScaler."""
-    some = flat.detach()[:: max(1, flat.numel() // GLANCE)].clone()
-    return some.view(torch.int16 if flat.element_size() == 2 else torch.int32)
