@@ -12,6 +12,7 @@ spans do so, too.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import logging
@@ -93,7 +94,8 @@ def open_track(
     if config is None:
         return None
     if job is not current():  # its rank 0 would write the same file as the job's
-        logger.warning("no timeline of an optimizer over ranks other than those of ddl.init()")
+        level = logging.WARNING if job.rank == 0 else logging.DEBUG
+        logger.log(level, "no timeline of an optimizer over ranks other than those of ddl.init()")
         return None
     if job.timeline is None:
         job.timeline = Timeline(Path(config.path), control)
@@ -118,7 +120,7 @@ class Timeline:
         self._own = path if comm.size == 1 else rank_file(path, comm.rank)
         self._events: list[str] = []  # as JSON
         self._lock = threading.Lock()  # optimizers may aggregate on threads of their own
-        self._tracks = 0
+        self._tracks = self._written = 0  # optimizers; events in the file
         self._full = self._broken = False
         problem = None
         try:
@@ -178,7 +180,8 @@ class Timeline:
     def write(self) -> None:
         """Bring this rank's own file up to date. A full disk ends the timeline, not the run."""
         with self._lock:
-            if not self._broken:
+            if not self._broken and len(self._events) > self._written:
+                self._written = len(self._events)
                 self._broken = not self._replace(self._own, self._events)
 
     def _replace(self, path: Path, events: Sequence[str]) -> bool:
@@ -208,7 +211,8 @@ class Timeline:
                 comm.send(encode(self._events), 0)
                 written = False
             if messages.broadcast_object(comm, written):
-                self._own.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._own.unlink(missing_ok=True)
         except CommunicationError as error:
             raise type(error)(f"timeline {self._path}: {error}") from error
 
