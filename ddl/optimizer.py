@@ -18,6 +18,7 @@ from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
+from ddl.join import Join
 from ddl.metrics import StepMetrics
 from ddl.reducer import Reducer
 from ddl.settings import Settings
@@ -162,6 +163,7 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = False
         self._finite = True
         self._closed = False
+        self.join_block: Join | None = None
         self.skipped_steps = 0
         self.epoch: int | None = None
         self._reducer = Reducer(
@@ -240,6 +242,8 @@ class DistributedOptimizer(Optimizer):
         Collective where gradients have come since the last step.
         """
         if not self._reducer.idle:
+            if self.join_block is not None and self._reducer.under_way:
+                self.join_block.lead(self, "discard")
             self._reducer.discard()
         self._synchronized = False
         self._wrapped.zero_grad(set_to_none)
@@ -261,10 +265,16 @@ class DistributedOptimizer(Optimizer):
             raise DDLError("the optimizer is closed, expected an open one; wrap the inner one anew")
         if self._synchronized and self._reducer.idle:
             return self._finite
+        if self.join_block is not None:
+            self.join_block.lead(self, "step")
         self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
         return self._finite
+
+    def join(self, *others: DistributedOptimizer) -> Join:
+        """Let ranks take different numbers of steps: `with optimizer.join():`; see `ddl.join`."""
+        return Join([self, *others])
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -291,6 +301,8 @@ class DistributedOptimizer(Optimizer):
                 return None
             self._reducer.taken += 1
             return self._wrapped.step()
+        if self.join_block is not None:
+            raise ValueError("step() got a closure, expected none within join(); call backward()")
         first = self._evaluate(closure)
         if not self._gradients_usable():
             return first
@@ -385,6 +397,8 @@ class DistributedOptimizer(Optimizer):
             if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
         ]
         if new:
+            if self.join_block is not None:
+                raise DDLError(f"parameter {new[0].name!r} is new, expected none within join()")
             self._reducer.add(new, within_step=within_step)
 
 

@@ -224,7 +224,10 @@ class Reducer:
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
         self._check_every_parameter_has_a_gradient()
-        for index in range(len(self._launched), len(self._buckets)):
+        self._launch_first(len(self._buckets))
+
+    def _launch_first(self, count: int) -> None:
+        for index in range(len(self._launched), count):
             bucket = self._buckets[index]
             for place, member in enumerate(bucket.members):
                 bucket.absorb(place)
@@ -256,6 +259,21 @@ class Reducer:
                 f"{self._comm.rank}, expected one from every backward pass; set its "
                 'requires_grad to False, or pass unused_parameters="zero"'
             )
+
+    def stand_in(self, count: int | None = None) -> None:
+        """Take part in what other ranks do: where no gradient has come, it is zero.
+
+        Args:
+            count: so many buckets are launched, as on the others, to be given up. None: none is
+                yet, but each may be, in a step.
+        """
+        with self._lock:
+            for bucket, passes in zip(self._buckets[:count], self._passes, strict=False):
+                for place, member in enumerate(bucket.members):
+                    if not passes[place]:
+                        member.parameter.grad = None
+                        passes[place] = int(member.parameter.requires_grad)
+            self._launch_first(count or 0)
 
     # 3. Wait.
 
@@ -311,6 +329,16 @@ class Reducer:
         self._start_step()
 
     @property
+    def control(self) -> Communicator:
+        """The ranks, for the caller's thread."""
+        return self._control
+
+    @property
+    def under_way(self) -> int:
+        """Buckets launched in this step."""
+        return len(self._launched)
+
+    @property
     def idle(self) -> bool:
         """Whether no gradient has come since the last `synchronize`."""
         return not any(any(passes) for passes in self._passes)
@@ -329,9 +357,10 @@ class Reducer:
         begin = time.monotonic()
         while not wait([launch.future], timeout=self._stall_check_seconds).done:
             waited = time.monotonic() - begin
-            logger.warning("%s: waiting for other ranks for %.0f s", where, waited)
+            whom = self._agreement.waiting()
+            logger.warning("%s: has waited %.0f s %s", where, waited, whom)
             if waited > self._comm.timeout + GRACE_SECONDS:
-                raise DeadlineError(f"{where}: nothing after {waited:.0f} s; is a rank dead?")
+                raise DeadlineError(f"{where}: nothing after {waited:.0f} s {whom}")
         self._check_unchanged(launch, bucket)
         try:
             return launch.future.result()

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 from ddl.comm.base import Communicator, out_of_step
+from ddl.comm.polling import STALLED
+from ddl.comm.suspects import REMEDY, suspicion
 from ddl.errors import CommunicationError, DeadlineError
 
 HEADER_BYTES = 16  # label and length, int64 each
@@ -43,6 +45,8 @@ MESSAGES, CANCELLATIONS = 0, 1  # gloo's tags; nobody ever sends a cancellation
 
 # A failure is told to the job's store, which may be gone too.
 PATIENCE_SECONDS = 2.0
+# After its deadline a rank waits so long for what the others, whose deadlines come, have to tell.
+REPORT_SECONDS = 1.0
 
 LONGEST_SECONDS = 1e8  # what gloo's clocks can add up
 
@@ -93,6 +97,21 @@ class _Job:
         )
         return said.decode() if said else None
 
+    def suspicion(self, rank: int, peer: int) -> str:
+        """Say who holds up a rank that waits for another, by what all say at their deadlines."""
+        if not self.outlives:
+            return f"{STALLED} {REMEDY}"
+        store = self.store
+        _briefly(lambda: store.set(f"waits/{rank}", str(peer)))
+        time.sleep(REPORT_SECONDS)
+
+        def waits_for(other: int) -> int | None:
+            key = f"waits/{other}"
+            said = _briefly(lambda: store.get(key) if store.check([key]) else None)
+            return int(said) if said else None
+
+        return suspicion(rank, peer, waits_for)
+
 
 class _Standing(NamedTuple):
     """A frame that has been asked for: where it will be, and gloo's handle."""
@@ -124,7 +143,7 @@ class ProcessGroupCommunicator(Communicator):
         rank, size = members
         super().__init__(rank, size, timeout, local)
         self._job = job
-        self._name = name
+        self._key = name
         self._splits = 0
         self._cancelled = False
         self._standing: dict[int, _Standing] = {}
@@ -217,11 +236,11 @@ class ProcessGroupCommunicator(Communicator):
     def _finish_sends(self) -> None:
         while self._sending:
             work, dest = self._sending[0]
-            self._wait(work, f"for rank {dest} to take a message", dest)
+            self._wait(work, f"for {self._name(dest)} to take a message", dest)
             del self._sending[0]
 
     def _receive(self, source: int) -> Tensor:
-        what = f"for a message of rank {source}"
+        what = f"for a message of {self._name(source)}"
         standing = self._standing.pop(source, None)
         frame, work = standing or self._ask(torch.empty_like(self._outgoing), source)
         self._wait(work, what, source)
@@ -237,7 +256,7 @@ class ProcessGroupCommunicator(Communicator):
         if rest is not None:
             self._wait(rest, what, source)
         if label != self.label:
-            raise out_of_step(self.rank, self.label, source, label)
+            raise out_of_step(self, source, label)
         return received
 
     def _ask(self, frame: Tensor, source: int) -> _Standing:
@@ -247,11 +266,14 @@ class ProcessGroupCommunicator(Communicator):
         """Start to send or receive, and return gloo's handle."""
         begun = time.monotonic()
         if self._group is None:
-            raise CommunicationError(f"rank {self.rank} of {self.size}: closed")
+            raise CommunicationError(f"{self.who}: closed")
         try:
             return getattr(self._group, verb)([part], peer, MESSAGES)
         except RuntimeError as error:
             raise self._failed("to begin a message", begun, peer) from error
+
+    def _name(self, peer: int | None) -> str:
+        return "a rank" if peer is None else f"rank {self.job_ranks[peer]}"
 
     def _wait(self, work: Any, what: str, peer: int) -> None:
         begun = time.monotonic()
@@ -265,18 +287,25 @@ class ProcessGroupCommunicator(Communicator):
         what: str,
         begun: float,
         peer: int | None,
-        cure: str = "is that rank stalled, or running another script?",
+        cure: str | None = None,
     ) -> CommunicationError:
         """What gloo's RuntimeError means. After any of them the whole group is out of use."""
-        who = f"rank {self.rank} of {self.size} waits {what}"
+        who = f"{self.who} waits {what}"
         if self._cancelled:
             return CommunicationError(f"{who}: cancelled")
         if time.monotonic() - begun > self.timeout - 1e-3:  # gloo counts milliseconds
-            return DeadlineError(f"{who}: nothing within {self.timeout:g} s; {cure}")
+            if cure is None and peer is not None:
+                me = self.job_ranks[self.rank]
+                cure = self._job.suspicion(me, self.job_ranks[peer])
+            return DeadlineError(f"{who}: nothing within {self.timeout:g} s; {cure or STALLED}")
         first = self._job.first_failure()
         return CommunicationError(
-            f"{who}: {'a rank' if peer is None else f'rank {peer}'} is gone; "
-            + (f"the first to end was {first}" if first else "look for the first rank that failed")
+            f"{who}: {self._name(peer)} is gone; "
+            + (
+                f"the first to end was {first}"
+                if first
+                else f"look for the first rank that failed; {REMEDY}"
+            )
         )
 
     def split(self, color: int, key: int) -> ProcessGroupCommunicator:
@@ -288,13 +317,15 @@ class ProcessGroupCommunicator(Communicator):
         )
         ranks = [rank for _, rank, _ in members]
         neighbours = [rank for _, rank, host in members if host == self._job.host]
-        return ProcessGroupCommunicator(
+        group = ProcessGroupCommunicator(
             self._job,
-            f"{self._name}/{self._splits}.{color}",
+            f"{self._key}/{self._splits}.{color}",
             (ranks.index(self.rank), len(ranks)),
             self.timeout,
             (neighbours.index(self.rank), len(neighbours)),
         )
+        group._split_from(self, ranks)
+        return group
 
     def _gather_numbers(self, *numbers: int) -> list[list[int]]:
         """The numbers of every rank, in rank order; each round doubles what a rank knows of."""
@@ -335,7 +366,7 @@ class ProcessGroupCommunicator(Communicator):
         The end of this process closes its connections, so that ranks which wait for it end too;
         torchrun ends the others.
         """
-        failure = f"rank {self.rank} of {self.size}: {reason}"
+        failure = f"{self.who}: {reason}"
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more
             print(f"ddl: {failure}", file=sys.stderr, flush=True)
             sys.stdout.flush()
