@@ -136,6 +136,7 @@ class Join:
     def _round(self, word: Word | None) -> Word | None:
         """What the ranks that lead say; None if there is none. Collective."""
         reducer = self._optimizers[0].reducer
+        reducer.control.doing = f"step {reducer.step}, join()"
         try:
             said = messages.gather_objects(reducer.control, word)
         except CommunicationError as error:

@@ -208,11 +208,12 @@ class Reducer:
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
+        doing = f"step {self.step}, bucket {index}"
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
 
         def task() -> Outcome:
-            comm.label = label
+            comm.label, comm.doing = label, doing
             with stream.current():
                 stream.follow(marks.values())
                 outcome = begin(flat, density)

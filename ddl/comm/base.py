@@ -35,6 +35,7 @@ class Communicator(ABC):
         bytes_sent: bytes this rank has sent through this communicator so far.
         label: what the coming messages belong to, 0..LARGEST_LABEL. A rank that receives a message
             under another label than its own is told that the ranks are out of step.
+        doing: what the coming messages are for, in words, for those who wait for this rank.
         waits_for: the rank that another thread waits for in this communicator at present.
         job_ranks: the number in the whole job of each rank; messages name ranks by it.
         job_size: number of workers of the whole job.
@@ -53,6 +54,7 @@ class Communicator(ABC):
         self.timeout = timeout
         self.local_rank, self.local_size = (rank, size) if local is None else local
         self.label = 0
+        self.doing = ""
         self.bytes_sent = 0
         self.waits_for: int | None = None
         self.job_ranks: tuple[int, ...] = tuple(range(size))

@@ -18,9 +18,7 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
-from ddl.comm.suspects import GONE
+from ddl.comm.suspects import GONE, Waiting
 
 ASK, ANSWER = 1, 2  # tags
 
@@ -45,13 +43,13 @@ class Inquiry:
         self.rank = handle.Get_rank()
         self._process = os.getpid()
         self._lock = threading.Lock()  # the caller's thread and the worker's may wait at once
-        self._waits: dict[int, int] = {}  # by thread: for which rank
+        self._waits: dict[int, Waiting] = {}  # by thread
         self._left = False
-        self._answers: dict[int, int] = {}
+        self._answers: dict[int, Waiting] = {}
         self._sent: list[Any] = []  # requests, and the numbers that they read
 
-    def waits_for(self, rank: int) -> int | None:
-        """Whom another rank has said it waits for; GONE; None if it has not answered."""
+    def waits_for(self, rank: int) -> Waiting | None:
+        """What another rank has said of its wait; None if it has not answered."""
         return self._answers.get(rank)
 
     def leave(self) -> None:
@@ -72,34 +70,38 @@ class Inquiry:
             status = MPI.Status()
             while self._handle.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
                 source, tag = status.Get_source(), status.Get_tag()
-                number = np.empty(1, dtype=np.int64)
-                self._handle.Recv(number, source, tag)
+                text = bytearray(status.Get_count(MPI.BYTE))
+                self._handle.Recv([text, MPI.BYTE], source, tag)
                 if tag == ANSWER:
-                    self._answers[source] = int(number[0])
+                    rank, doing = text.decode().split(" ", 1)
+                    self._answers[source] = Waiting(int(rank), doing)
                 elif self._left:
-                    self._send(GONE, source, ANSWER)
-                elif self._waits:
-                    self._send(next(iter(self._waits.values())), source, ANSWER)
+                    self._send(Waiting(GONE, ""), source)
+                else:
+                    for waiting in list(self._waits.values())[:1]:
+                        self._send(waiting, source)
             self._sent = [sent for sent in self._sent if not sent[0].Test()]
 
-    def _send(self, number: int, dest: int, tag: int) -> None:
-        buffer = np.array([number], dtype=np.int64)
-        self._sent.append((self._handle.Isend(buffer, dest, tag), buffer))
+    def _send(self, waiting: Waiting | None, dest: int) -> None:
+        text = bytearray() if waiting is None else f"{waiting.rank} {waiting.doing}".encode()
+        tag = ASK if waiting is None else ANSWER
+        self._sent.append((self._handle.Isend([text, self._mpi.BYTE], dest, tag), text))
 
     def ask(self, rank: int) -> None:
         """Ask a rank, and forget what it said."""
         with self._lock:
             self._answers.pop(rank, None)
-            self._send(0, rank, ASK)
+            self._send(None, rank)
 
 
 class Wait:
     """One wait of one thread, from its beginning."""
 
-    def __init__(self, inquiry: Inquiry, peer: int, timeout: float) -> None:
-        """`peer`: rank that is waited for, in the numbering of the job; `timeout`: seconds."""
+    def __init__(self, inquiry: Inquiry, waiting: Waiting, timeout: float) -> None:
+        """`waiting`: for whom, in the numbering of the job, in what; `timeout`: seconds."""
         self._inquiry = inquiry
-        self._peer = peer
+        self._waiting = waiting
+        self._peer = waiting.rank
         self._began = time.monotonic()
         self._patience = min(PATIENCE, timeout / 4)
         self._last_question = self._began + timeout - min(ANSWERING, timeout / 4)
@@ -110,7 +112,7 @@ class Wait:
 
     def __enter__(self) -> Wait:
         """Wait."""
-        self._inquiry._waits[threading.get_ident()] = self._peer
+        self._inquiry._waits[threading.get_ident()] = self._waiting
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -132,7 +134,8 @@ class Wait:
                 again = min(again, self._last_question)
             self._next_question = again
         self._follow()
-        if self._inquiry.waits_for(self._peer) != GONE:
+        said = self._inquiry.waits_for(self._peer)
+        if said is None or said.rank != GONE:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now  # its last message may still be on its way
@@ -140,11 +143,12 @@ class Wait:
 
     def _follow(self) -> None:
         """Ask the first rank of the chain that has not been asked."""
-        rank: int | None = self._peer
-        seen = {self._inquiry.rank}
-        while rank in self._asked and rank not in seen:
-            seen.add(rank)
-            rank = self._inquiry.waits_for(rank)
-        if rank is not None and rank != GONE and rank not in seen:
-            self._asked.add(rank)
-            self._inquiry.ask(rank)
+        said: Waiting | None = self._waiting
+        seen = {self._inquiry.rank, GONE}
+        while said is not None and said.rank not in seen:
+            if said.rank not in self._asked:
+                self._asked.add(said.rank)
+                self._inquiry.ask(said.rank)
+                return
+            seen.add(said.rank)
+            said = self._inquiry.waits_for(said.rank)

@@ -20,7 +20,7 @@ from ddl.comm.base import Communicator, out_of_step
 from ddl.comm.doorbell import Doorbell, watching_descriptors
 from ddl.comm.inquiry import Inquiry, Wait
 from ddl.comm.polling import LONGEST_SLEEP, STALLED
-from ddl.comm.suspects import suspicion
+from ddl.comm.suspects import Waiting, suspicion
 from ddl.errors import CommunicationError
 
 # MPI may need several calls to see what has arrived: one takes the bytes in, the next the message.
@@ -155,7 +155,7 @@ class MPICommunicator(Communicator):
         if inquiry is None or peer is None:
             return self._poll(poll, longest_sleep, what, lambda: STALLED)
         me, other = self.job_ranks[self.rank], self.job_ranks[peer]
-        with Wait(inquiry, other, self.timeout) as wait:
+        with Wait(inquiry, Waiting(other, self.doing), self.timeout) as wait:
 
             def poll_and_look() -> Any:
                 result = poll()

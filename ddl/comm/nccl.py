@@ -110,7 +110,7 @@ class NcclCommunicator(Communicator):
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None
     ) -> Tensor | None:
-        self._host.label = self.label
+        self._host.label, self._host.doing = self.label, self.doing
         return self._host._exchange(message, dest, source)
 
     def split(self, color: int, key: int) -> NcclCommunicator:

@@ -17,12 +17,11 @@ import contextlib
 import hashlib
 import os
 import platform
+import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -31,8 +30,9 @@ import torch
 from torch import Tensor
 
 from ddl.comm.base import Communicator, out_of_step
+from ddl.comm.job_store import Job
 from ddl.comm.polling import STALLED
-from ddl.comm.suspects import REMEDY, suspicion
+from ddl.comm.suspects import REMEDY
 from ddl.errors import CommunicationError, DeadlineError
 
 HEADER_BYTES = 16  # label and length, int64 each
@@ -42,11 +42,6 @@ HEADER_BYTES = 16  # label and length, int64 each
 INLINE_BYTES = 256 * 1024
 
 MESSAGES, CANCELLATIONS = 0, 1  # gloo's tags; nobody ever sends a cancellation
-
-# A failure is told to the job's store, which may be gone too.
-PATIENCE_SECONDS = 2.0
-# After its deadline a rank waits so long for what the others, whose deadlines come, have to tell.
-REPORT_SECONDS = 1.0
 
 LONGEST_SECONDS = 1e8  # what gloo's clocks can add up
 
@@ -70,49 +65,6 @@ def load_distributed() -> Any:
     return torch.distributed
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the communicators of a process have in common.
-
-    Attributes:
-        store: of torch.distributed, shared by all ranks of the job.
-        outlives: whether the store is there when a rank has ended, whichever it is.
-        host: a number for the machine, the same for all ranks on it.
-    """
-
-    store: Any
-    outlives: bool
-    host: int
-
-    def announce(self, failure: str) -> None:
-        """Tell the other ranks why this one ends, unless another has been first."""
-        if self.outlives:
-            _briefly(lambda: self.store.compare_set("failure", "", failure))
-
-    def first_failure(self) -> str | None:
-        """What the first rank to end has announced; None if that is not known."""
-        store = self.store
-        said = self.outlives and _briefly(
-            lambda: store.get("failure") if store.check(["failure"]) else None
-        )
-        return said.decode() if said else None
-
-    def suspicion(self, rank: int, peer: int) -> str:
-        """Say who holds up a rank that waits for another, by what all say at their deadlines."""
-        if not self.outlives:
-            return f"{STALLED} {REMEDY}"
-        store = self.store
-        _briefly(lambda: store.set(f"waits/{rank}", str(peer)))
-        time.sleep(REPORT_SECONDS)
-
-        def waits_for(other: int) -> int | None:
-            key = f"waits/{other}"
-            said = _briefly(lambda: store.get(key) if store.check([key]) else None)
-            return int(said) if said else None
-
-        return suspicion(rank, peer, waits_for)
-
-
 class _Standing(NamedTuple):
     """A frame that has been asked for: where it will be, and gloo's handle."""
 
@@ -125,7 +77,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(
         self,
-        job: _Job,
+        job: Job,
         name: str,
         members: tuple[int, int],
         timeout: float,
@@ -204,14 +156,16 @@ class ProcessGroupCommunicator(Communicator):
             DeadlineError: not every rank came in time.
         """
         joined = store.add(f"ddl/joined/{rank}", 1)  # a job can be left and joined again
-        job = _Job(
+        job = Job(
             load_distributed().PrefixStore(f"ddl/{joined}", store),
             outlives=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             host=_number_of_host(),
         )
         comm = cls(job, "world", (rank, size), timeout)
         mine = [int(environ.get(name, -1)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-        places = local_places(comm._gather_numbers(job.host, *mine))
+        told = comm._gather_numbers(job.host, *mine, os.getpid())
+        places = local_places([row[:3] for row in told])
+        job.neighbours.extend(process for host, _, _, process in told if host == job.host)
         comm.local_rank, comm.local_size = places[rank]
         return comm
 
@@ -296,7 +250,7 @@ class ProcessGroupCommunicator(Communicator):
         if time.monotonic() - begun > self.timeout - 1e-3:  # gloo counts milliseconds
             if cure is None and peer is not None:
                 me = self.job_ranks[self.rank]
-                cure = self._job.suspicion(me, self.job_ranks[peer])
+                cure = self._job.suspicion(me, self.job_ranks[peer], self.doing)
             return DeadlineError(f"{who}: nothing within {self.timeout:g} s; {cure or STALLED}")
         first = self._job.first_failure()
         return CommunicationError(
@@ -371,6 +325,10 @@ class ProcessGroupCommunicator(Communicator):
             print(f"ddl: {failure}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         self._job.announce(failure)
+        for process in self._job.neighbours:
+            # One that is stopped would not end when torchrun asks it to.
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGCONT)
         os._exit(status)  # sys.exit would only end this thread
 
 
@@ -431,19 +389,3 @@ def _duration(seconds: float) -> timedelta:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _briefly(action: Callable[[], Any]) -> Any:
-    """The action's result, None if it fails or takes too long."""
-    results: list[Any] = []
-
-    def act() -> None:
-        try:
-            results.append(action())
-        except Exception:  # whatever a broken store raises
-            pass
-
-    thread = threading.Thread(target=act, name="ddl-failure", daemon=True)
-    thread.start()
-    thread.join(PATIENCE_SECONDS)
-    return results[0] if results else None

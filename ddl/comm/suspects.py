@@ -6,34 +6,44 @@ rank 3. Whoever's deadline comes first has to name rank 2.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
-GONE = -1  # what a rank that has ended waits for
+GONE = -1  # the rank that a rank waits for which has ended
 
 REMEDY = "with unequal numbers of batches train within optimizer.join()"
 
 
-def suspicion(rank: int, peer: int, waits_for: Callable[[int], int | None]) -> str:
+class Waiting(NamedTuple):
+    """What a rank says of its wait."""
+
+    rank: int  # that it waits for, or GONE
+    doing: str  # what it waits in, such as "step 3, bucket 0"; "" if that is not known
+
+
+def suspicion(rank: int, peer: int, waits_for: Callable[[int], Waiting | None]) -> str:
     """Say who holds up a rank, and what to do.
 
     Args:
         rank: who waits.
         peer: for whom.
-        waits_for: whom another rank waits for: a rank, GONE, or None if it says nothing.
+        waits_for: what another rank says of its wait, None if nothing.
     """
-    chain = [rank, peer]
+    seen = {rank}
+    story = []
     while True:
-        link = waits_for(chain[-1])
-        if link is None or link == GONE or link in chain:
+        said = waits_for(peer)
+        seen.add(peer)
+        if said is None:
+            story.append(f"rank {peer} waits for nobody: it is stalled, dead, or at something else")
             break
-        chain.append(link)
-    steps = [f"rank {a} waits for rank {b}" for a, b in itertools.pairwise(chain[1:])]
-    end = chain[-1]
-    if link == GONE:
-        steps.append(f"rank {end} has left: its script has ended")
-    elif link is None:
-        steps.append(f"rank {end} waits for nobody: it is stalled, dead, or at something else")
-    else:
-        steps.append(f"rank {end} waits for rank {link} in turn: they are out of step")
-    return f"{', '.join(steps)}; {REMEDY}"
+        if said.rank == GONE:
+            story.append(f"rank {peer} has left: its script has ended")
+            break
+        doing = f" ({said.doing})" if said.doing else ""
+        story.append(f"rank {peer}{doing} waits for rank {said.rank}")
+        if said.rank in seen:
+            story[-1] += " in turn: they are out of step"
+            break
+        peer = said.rank
+    return f"{', '.join(story)}; {REMEDY}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from ddl.comm.base import Communicator, out_of_step
 from ddl.comm.current import use
 from ddl.comm.polling import STALLED
-from ddl.comm.suspects import suspicion
+from ddl.comm.suspects import Waiting, suspicion
 from ddl.errors import CommunicationError, DeadlineError
 
 T = TypeVar("T")
@@ -32,16 +32,16 @@ class _Switchboard:
         self.mail: dict[Hashable, deque[tuple[int, Tensor]]] = defaultdict(deque)
         self.meetings: dict[Hashable, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.failure: str | None = None
-        self.waits: dict[Hashable, tuple[int, int]] = {}  # who for whom, of all groups
+        self.waits: dict[Hashable, tuple[int, Waiting]] = {}  # who for whom, of all groups
 
     def fail(self, reason: str) -> None:
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
 
-    def waits_for(self, rank: int) -> int | None:
-        """Whom a rank waits for; None if for nobody."""
-        return next((peer for waiter, peer in self.waits.values() if waiter == rank), None)
+    def waits_for(self, rank: int) -> Waiting | None:
+        """What a rank waits for; None if for nothing."""
+        return next((wait for waiter, wait in self.waits.values() if waiter == rank), None)
 
     def wait_until(
         self,
@@ -88,7 +88,7 @@ class ThreadCommunicator(Communicator):
             box = board.mail[self._group, source, self.rank]
             me, peer = self.job_ranks[self.rank], self.job_ranks[source]
             what = f"{self.who} waits for a message of rank {peer}"
-            board.waits[self._group, me] = me, peer
+            board.waits[self._group, me] = me, Waiting(peer, self.doing)
             board.wait_until(
                 lambda: box or self._cancelled,
                 self.timeout,
