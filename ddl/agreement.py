@@ -183,6 +183,12 @@ class Agreement:
             self._comm, self._teams, numel, device, self._compressor, seed, feedback
         )
 
+    def waiting(self) -> str:
+        """For whom the worker thread waits, for messages."""
+        teams = () if self._teams is None else (self._teams.within, self._teams.across)
+        said = (comm.waiting() for comm in (self._comm, *teams))
+        return next((text for text in said if text is not None), "for other ranks")
+
     def cancel(self) -> None:
         """End a wait of the worker thread; see `Communicator.cancel`."""
         self._comm.cancel()

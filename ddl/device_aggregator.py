@@ -380,4 +380,4 @@ def _check_labels(comm: NcclCommunicator, peers: Sequence[int], labels: Sequence
     """Refuse a sum of different buckets or steps."""
     for peer, label in zip(peers, labels, strict=True):
         if label != comm.label:
-            raise out_of_step(comm.rank, comm.label, peer, label)
+            raise out_of_step(comm, peer, label)

@@ -20,6 +20,7 @@ from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
 from ddl.feedback import Feedback
+from ddl.join import Join
 from ddl.loss_scale import GradScaler, check_scaler, hold
 from ddl.metrics import RunTotals, StepMetrics
 from ddl.naming import named, owned
@@ -55,6 +56,7 @@ class DistributedOptimizer(Optimizer):
         density: fraction of gradient entries to keep at present; the same on every rank.
         skipped_steps: steps skipped because a gradient of any rank was not finite.
         epoch: what `set_epoch` was told last, None if nothing.
+        scaler: what scales the loss, None if nothing.
     """
 
     # The wrapped optimizer may take the scaler's word for it (fused ones do); the scaler would not
@@ -191,6 +193,8 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = False
         self._finite = True
         self._closed = False
+        self.join_block: Join | None = None
+        self.scaler = scaler
         self.skipped_steps = 0
         self.epoch: int | None = None
         self._reducer = Reducer(
@@ -275,6 +279,8 @@ class DistributedOptimizer(Optimizer):
         Collective where gradients have come since the last step.
         """
         if not self._reducer.idle:
+            if self.join_block is not None and self._reducer.under_way:
+                self.join_block.lead(self, "discard")
             self._reducer.discard()
         self._synchronized = False
         self._wrapped.zero_grad(set_to_none)
@@ -296,6 +302,8 @@ class DistributedOptimizer(Optimizer):
             raise DDLError("the optimizer is closed, expected an open one; wrap the inner one anew")
         if self._synchronized and self._reducer.idle:
             return self._finite
+        if self.join_block is not None:
+            self.join_block.lead(self, "step")
         self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
@@ -308,6 +316,10 @@ class DistributedOptimizer(Optimizer):
                 self.skipped_steps,
             )
         return self._finite
+
+    def join(self, *others: DistributedOptimizer) -> Join:
+        """Let ranks take different numbers of steps: `with optimizer.join():`; see `ddl.join`."""
+        return Join([self, *others])
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -333,6 +345,8 @@ class DistributedOptimizer(Optimizer):
             if not self._gradients_usable():
                 return None
             return self._reducer.take(self._wrapped.step)
+        if self.join_block is not None:
+            raise ValueError("step() got a closure, expected none within join(); call backward()")
         first = self._evaluate(closure)
         if not self._gradients_usable():
             return first
@@ -427,4 +441,6 @@ class DistributedOptimizer(Optimizer):
             if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
         ]
         if new:
+            if self.join_block is not None:
+                raise DDLError(f"parameter {new[0].name!r} is new, expected none within join()")
             self._reducer.add(new, within_step=within_step)

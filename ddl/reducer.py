@@ -16,9 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -34,23 +32,17 @@ from ddl.comm import Communicator
 from ddl.comm.base import LARGEST_LABEL
 from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
-from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
+from ddl.errors import CommunicationError, DDLError, GradientError
 from ddl.hooks import check_unclaimed, listen
-from ddl.launches import Launch, glance
+from ddl.launches import Launch, Patience, glance
 from ddl.loss_scale import GradScaler, LossScale
 from ddl.metrics import BucketMetrics, StepMetrics
+from ddl.readiness import Readiness
 from ddl.recorder import Recorder, Stopwatch
 from ddl.timeline import StepSpans, open_track
 from ddl.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-# The worker's own waits have the same deadline and know more; let their error come first.
-GRACE_SECONDS = 10.0
-CHANGE_CURE = (
-    "call optimizer.synchronize() between backward() and any change of gradients, such as "
-    "clipping; a GradScaler goes to DistributedOptimizer as scaler="
-)
 
 
 class Reducer:
@@ -105,6 +97,7 @@ class Reducer:
         self._aggregators: list[Aggregator] = []
         self._streams = WorkerStreams(self._comm)
         self._hooks: dict[int, Any] = {}  # by id of the parameter, which its bucket keeps alive
+        self._readiness = Readiness(config.backward_passes_per_step)
         self.recorder = Recorder()
         self._start_step()
         self.add(members)
@@ -145,8 +138,8 @@ class Reducer:
                 self._buckets.append(bucket)
                 self._aggregators.append(self._agreement.make_aggregator(bucket))
                 self._marks.append(self._streams[bucket.flat.device].mark_caller({}))
-                self._passes.append([int(id(m.parameter) in counted) for m in bucket.members])
-                self._unready.append(len(bucket.members))
+                ids = [id(member.parameter) for member in bucket.members]
+                self._readiness.add(bucket, lambda place, ids=ids: ids[place] in counted)
                 for place, member in enumerate(bucket.members):
                     handle = listen(self, member.parameter, bucket.index, place)
                     self._hooks[id(member.parameter)] = handle
@@ -164,11 +157,8 @@ class Reducer:
         # What a launch follows: the last work so far on each stream that wrote its gradients, and
         # what the step before still does with the results of its own launches.
         self._marks = [self._streams[b.flat.device].mark_caller({}) for b in self._buckets]
-        self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
-        self._unready = [len(bucket.members) for bucket in self._buckets]
+        self._readiness.start(self._buckets)
         self._launched: list[Launch] = []
-        self._first_gradient: float | None = None
-        self._last_gradient = time.perf_counter()
         self._loss_scale.forget()
 
     # 1. Ready.
@@ -184,9 +174,9 @@ class Reducer:
             GradientError: one more than `backward_passes_per_step`.
         """
         with self._lock:
-            bucket, passes = self._buckets[index], self._passes[index]
-            expected = self._config.backward_passes_per_step
-            if passes[place] == expected or index < len(self._launched):
+            bucket = self._buckets[index]
+            if index < len(self._launched) or not self._readiness.tick(index, place):
+                expected = self._config.backward_passes_per_step
                 raise GradientError(
                     f"parameter {bucket.members[place].name!r} got another gradient in step "
                     f"{self.step} on rank {self._comm.rank}, expected {expected} before "
@@ -195,22 +185,17 @@ class Reducer:
                 )
             bucket.absorb(place)
             self._streams[bucket.flat.device].mark_caller(self._marks[index])
-            passes[place] += 1
-            if self._first_gradient is None:
-                self._first_gradient = time.perf_counter()
-            if passes[place] == expected:
-                self._unready[index] -= 1
-                self._last_gradient = time.perf_counter()
+            if self._readiness.is_ready(index):
                 self._launch_ready()
 
     # 2. Launch.
 
     def _launch_ready(self) -> None:
-        if self._config.local_clip_norm is not None and any(self._unready):
+        if self._config.local_clip_norm is not None and not self._readiness.all_ready:
             return  # the norm is that of all gradients
         while len(self._launched) < len(self._buckets):
             index = len(self._launched)
-            if self._unready[index]:
+            if not self._readiness.is_ready(index):
                 return
             self._launch(index)
 
@@ -223,12 +208,13 @@ class Reducer:
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
+        doing = f"step {self.step}, bucket {index}"
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
         loss_scale, clip = self._loss_scale, self._clipping() if index == 0 else None
 
         def task() -> Outcome:
-            comm.label = label
+            comm.label, comm.doing = label, doing
             with stream.current():
                 stream.follow(marks.values())
                 if clip is not None:
@@ -266,8 +252,13 @@ class Reducer:
 
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
-        self._check_every_parameter_has_a_gradient()
-        rest = range(len(self._launched), len(self._buckets))
+        if self._config.unused_parameters != "zero":
+            where = f"step {self.step} on rank {self._comm.rank}"
+            self._readiness.check_complete(self._buckets, where)
+        self._launch_first(len(self._buckets))
+
+    def _launch_first(self, count: int) -> None:
+        rest = range(len(self._launched), count)
         for index in rest:
             bucket = self._buckets[index]
             for place, member in enumerate(bucket.members):
@@ -284,28 +275,21 @@ class Reducer:
             if kept is not None:
                 bucket.part(kept, place, owing.first).zero_()
 
-    def _check_every_parameter_has_a_gradient(self) -> None:
-        if self._config.unused_parameters == "zero":
-            return
-        missing = [
-            member.name
-            for bucket, passes in zip(self._buckets, self._passes, strict=True)
-            for member, count in zip(bucket.members, passes, strict=True)
-            if count == 0 and member.parameter.requires_grad
-        ]
-        if missing and self.idle:
-            raise GradientError(
-                f"no parameter got a gradient in step {self.step} on rank {self._comm.rank}, "
-                "expected a backward() before each optimizer.step(); or pass "
-                'unused_parameters="zero"'
-            )
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise GradientError(
-                f"parameter {missing[0]!r}{more} got no gradient in step {self.step} on rank "
-                f"{self._comm.rank}, expected one from every backward pass; set its "
-                'requires_grad to False, or pass unused_parameters="zero"'
-            )
+    def stand_in(self, count: int | None = None, loss_scale: float = 1.0) -> None:
+        """Take part in what other ranks do: where no gradient has come, it is zero.
+
+        Args:
+            loss_scale: that of the other ranks.
+            count: so many buckets are launched, as on the others, to be given up. None: none is
+                yet, but each may be, in a step.
+        """
+        with self._lock:
+            if not self._launched:
+                self._loss_scale.use(loss_scale)
+            for bucket in self._buckets[:count]:
+                for place in self._readiness.stand_in(bucket):
+                    bucket.members[place].parameter.grad = None
+            self._launch_first(count or 0)
 
     # 3. Wait.
 
@@ -361,45 +345,38 @@ class Reducer:
         self._start_step()
 
     @property
+    def control(self) -> Communicator:
+        """The ranks, for the caller's thread."""
+        return self._control
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients of this step are multiplied by; on a GPU this waits for it."""
+        return self._loss_scale.read()
+
+    @property
+    def under_way(self) -> int:
+        """Buckets launched in this step."""
+        return len(self._launched)
+
+    @property
     def idle(self) -> bool:
         """Whether no gradient has come since the last `synchronize`."""
-        return not any(any(passes) for passes in self._passes)
-
-    def _check_unchanged(self, launch: Launch, bucket: Bucket) -> None:
-        replaced = bucket.first_detached()
-        if replaced is not None or launch.shows_change(bucket.flat):
-            what = f"of parameter {replaced!r}" if replaced else f"in {bucket}"
-            raise GradientError(
-                f"a gradient {what} was changed in step {self.step} on rank {self._comm.rank} "
-                f"while it was under way, expected it untouched; {CHANGE_CURE}"
-            )
+        return self._readiness.idle
 
     def _wait_for_all(self, launched: Sequence[Launch]) -> tuple[list[Outcome], Stopwatch]:
         outcomes, waited = [], Stopwatch()
+        patience = Patience(self._stall_check_seconds, self._comm.timeout, self._agreement.waiting)
+        rank = f"rank {self._comm.rank} of {self._comm.size}"
         for launch, bucket in zip(launched, self._buckets, strict=False):
             try:
-                outcomes.append(self._wait_for(launch, bucket))
+                where = f"step {self.step}, {bucket}, {rank}"
+                outcomes.append(launch.outcome(bucket, where, patience))
             except DDLError:
                 self.recorder.give_up()
                 raise
             waited.lap()
         return outcomes, waited
-
-    def _wait_for(self, launch: Launch, bucket: Bucket) -> Outcome:
-        where = f"step {self.step}, {bucket}, rank {self._comm.rank} of {self._comm.size}"
-        begin = time.monotonic()
-        while not wait([launch.future], timeout=self._stall_check_seconds).done:
-            waited = time.monotonic() - begin
-            logger.warning("%s: waiting for other ranks for %.0f s", where, waited)
-            if waited > self._comm.timeout + GRACE_SECONDS:
-                raise DeadlineError(f"{where}: nothing after {waited:.0f} s; is a rank dead?")
-        self._check_unchanged(launch, bucket)
-        try:
-            return launch.future.result()
-        except DDLError as error:
-            raise type(error)(f"{where}: {error}") from error
-        except Exception as error:
-            raise DDLError(f"{where}: {type(error).__name__}: {error}") from error
 
     @property
     def owing(self) -> Iterable[tuple[Bucket, Aggregator]]:
@@ -429,7 +406,7 @@ class Reducer:
         finite: bool = True,
         kept: bool = True,
     ) -> None:
-        first = self._first_gradient
+        first = self._readiness.first
         happened = zip(outcomes, waited.spans, applied.spans, strict=True)
         buckets = [
             BucketMetrics(
@@ -437,7 +414,7 @@ class Reducer:
             )
             for b, (outcome, wait, apply) in zip(self._buckets, happened, strict=False)
         ]
-        backward = None if first is None else (first, self._last_gradient)
+        backward = None if first is None else (first, self._readiness.last)
         self.recorder.step(StepSpans(self.step, backward, buckets, kept), finite)
 
     def _bytes_dense(self, bucket: Bucket) -> int:

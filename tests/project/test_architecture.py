@@ -11,7 +11,7 @@ LAYERS = [
     ["ddl"],
     ["ddl.checkpoint"],
     ["ddl.ddp_hook", "ddl.optimizer"],
-    ["ddl.reducer", "ddl.state"],
+    ["ddl.join", "ddl.reducer", "ddl.state"],
     [
         "ddl.agreement",
         "ddl.buckets",
