@@ -107,10 +107,17 @@ def job(mpirun, tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_job_may_end_with_a_bucket_under_way_and_its_ranks_one_after_the_other(job):
-    for ending in ("", "", "time.sleep(3 * comm.rank)\n"):
-        done, _ = job("optimizer.zero_grad()\nbackward()\n" + ending)
-        assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",  # with a bucket under way
+        "time.sleep(3 * comm.rank)\n",  # one rank after the other
+        "time.sleep(3 * comm.rank)\noptimizer.step()\n",  # rank 0 waits, and asks rank 1
+    ],
+)
+def test_a_job_that_ends_as_it_should_says_nothing(job, ending):
+    done, _ = job("optimizer.zero_grad()\nbackward()\n" + ending)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.mpi
