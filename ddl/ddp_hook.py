@@ -294,12 +294,13 @@ class SparseHookState:
             f"step {self.step}, bucket {index} ({in_short(places)}), density {self._density:g}, "
             f"rank {room.comm.rank} of {room.comm.size}"
         )
+        doing = f"step {self.step}, bucket {index}"
         launch = Launch(flat, last, self._label(places), in_short(places))
         stream, density = room.streams[flat.device], self._density
         marks = stream.mark_caller({})
 
         def task() -> None:
-            room.comm.label = launch.label
+            room.comm.label, room.comm.doing = launch.label, doing
             try:
                 with stream.current():
                     stream.follow(marks.values())

@@ -27,7 +27,7 @@ from ddl.state import broadcast_optimizer_state
 logger = logging.getLogger(__name__)
 
 
-class Settings(NamedTuple):
+class UpdateSettings(NamedTuple):
     """What the next update of an optimizer depends on, besides its state and the gradient."""
 
     density: float
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     groups: list[dict[str, Any]]  # of the parameters: learning rates and the like
 
     @classmethod
-    def of(cls, optimizer: Any) -> Settings:
+    def of(cls, optimizer: Any) -> UpdateSettings:
         """Those of an optimizer at present."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -57,7 +57,7 @@ class Word(NamedTuple):
     optimizer: int  # its place in the block
     step: int
     buckets: int  # that are under way, to be given up
-    settings: Settings
+    settings: UpdateSettings
 
     @property
     def act(self) -> tuple[str, int, int]:
@@ -131,7 +131,7 @@ class Join:
             return
         reducer = optimizer.reducer
         place = [other is optimizer for other in self._optimizers].index(True)
-        settings = Settings.of(optimizer)
+        settings = UpdateSettings.of(optimizer)
         self._round(Word(verb, place, reducer.step, reducer.under_way, settings))
 
     def _round(self, word: Word | None) -> Word | None:
@@ -146,6 +146,8 @@ class Join:
                 f"{reducer.control.size}: {error}; every rank must enter join(), and within it "
                 "must call nothing collective besides its optimizers"
             ) from error
+        finally:
+            reducer.control.doing = ""
         leaders = [(rank, word) for rank, word in enumerate(said) if word is not None]
         if not leaders:
             return None
@@ -184,7 +186,7 @@ class Join:
         scaler = optimizer.scaler
         mine = (
             optimizer.reducer.under_way,
-            Settings.of(optimizer),
+            UpdateSettings.of(optimizer),
             None if scaler is None else scaler.state_dict(),
             _digest(parameters),
             _digest(optimizer.state_dict()["state"]),

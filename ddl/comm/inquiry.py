@@ -52,14 +52,19 @@ class Inquiry:
         """What another rank has said of its wait; None if it has not answered."""
         return self._answers.get(rank)
 
-    def leave(self) -> None:
-        """Answer for this rank that it is gone, until every rank is. At the end of the process."""
+    def leave(self, timeout: float) -> None:
+        """Answer for this rank that it is gone, until every rank is. At the end of the process.
+
+        Args:
+            timeout: seconds after which it stops; MPI itself then waits for the others.
+        """
         if os.getpid() != self._process or self._mpi.Is_finalized():
             return
         with contextlib.suppress(self._mpi.Exception):
             self._left = True
             everybody = self._handle.Ibarrier()
-            while not everybody.Test():
+            deadline = time.monotonic() + timeout
+            while not everybody.Test() and time.monotonic() < deadline:
                 self.serve()
                 time.sleep(PAUSE_AT_THE_END)
 

@@ -103,7 +103,7 @@ class MPICommunicator(Communicator):
         if world.Get_size() > 1:
             # The last thing of this process before MPI ends: threads that work for an optimizer
             # started later, and end before.
-            weakref.finalize(cls, inquiry.leave)
+            weakref.finalize(cls, inquiry.leave, timeout)
         doorbell = Doorbell(watching_descriptors() - before)
         return cls(world, timeout, doorbell=doorbell, inquiry=inquiry)
 

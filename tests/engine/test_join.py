@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from join_laws import LAWS
+from join_laws import COUNTS, LAWS, state_of, train_unevenly
 from launch import ROOT
 from toy import backward, make_model, wrap
 
 import ddl
+from ddl import agreement
 from ddl.comm import SingleCommunicator, threads
 
 
@@ -14,6 +15,17 @@ from ddl.comm import SingleCommunicator, threads
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_law_of_join_holds_on_threads(law, P):
     threads.run(P, law)
+
+
+def test_ranks_that_aggregate_in_two_levels_may_run_out_too(monkeypatch):
+    nodes = (0, 0, 1, 1)  # threads that believe that each two of them share a node
+    monkeypatch.setattr(agreement, "find_nodes", lambda comm: nodes)
+
+    def work(comm):
+        model, optimizer, _ = train_unevenly(comm, COUNTS[comm.rank], hierarchical=True)
+        return state_of(model, optimizer)[:2]
+
+    assert len(set(threads.run(4, work))) == 1
 
 
 @pytest.mark.mpi
