@@ -33,12 +33,16 @@ setup(
     # A top-level package called `kernels` would shadow an unrelated, popular one.
     packages=[
         "ddl",
+        "ddl.aggregation",
         "ddl.checkpoint",
         "ddl.collectives",
         "ddl.comm",
         "ddl.csrc",
+        "ddl.ddp",
         "ddl.kernels",
+        "ddl.metrics",
         "ddl.perfmodel",
+        "ddl.reduction",
     ],
     package_dir={"ddl.kernels": "kernels", "ddl.csrc": "csrc"},
     package_data={"ddl": ["py.typed"], "ddl.csrc": ["*.cu", "*.cuh"]},

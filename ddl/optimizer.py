@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddl.agreement import ReducerConfig
-from ddl.buckets import NamedParameter
+from ddl.aggregation.feedback import Feedback
 from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
-from ddl.feedback import Feedback
-from ddl.join import Join
-from ddl.loss_scale import GradScaler, check_scaler, hold
 from ddl.metrics import RunTotals, StepMetrics
-from ddl.naming import named, owned
-from ddl.reducer import Reducer
+from ddl.metrics.timeline import TimelineConfig
+from ddl.reduction.agreement import ReducerConfig
+from ddl.reduction.buckets import NamedParameter
+from ddl.reduction.join import Join
+from ddl.reduction.loss_scale import GradScaler, check_scaler, hold
+from ddl.reduction.naming import named, owned
+from ddl.reduction.reducer import Reducer
 from ddl.settings import Settings
-from ddl.timeline import TimelineConfig
 from ddl.world import communicator
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ class DistributedOptimizer(Optimizer):
                 the overlap with the backward pass, since the norm is known at its end.
             error_feedback: False drops what is not applied instead of owing it; for study.
             seed: of random-k's draws; the same on every rank.
-            timeline: file for a timeline of the job, see `ddl.timeline`; default DDL_TIMELINE.
+            timeline: file for a timeline of the job (`ddl.metrics.timeline`); default
+                DDL_TIMELINE.
             comm: the ranks; default those of `ddl.init()`.
 
         Raises:
@@ -318,7 +319,10 @@ class DistributedOptimizer(Optimizer):
         return self._finite
 
     def join(self, *others: DistributedOptimizer) -> Join:
-        """Let ranks take different numbers of steps: `with optimizer.join():`; see `ddl.join`."""
+        """Let ranks take different numbers of steps: `with optimizer.join():`.
+
+        See `ddl.reduction.join.Join`.
+        """
         return Join([self, *others])
 
     @contextmanager

@@ -25,7 +25,7 @@ class Settings:
     """DDL_NCCL: 0 stages messages between GPUs through host memory even where NCCL would do."""
 
     timeline: str | None = None
-    """DDL_TIMELINE: file for a timeline of the job, see `ddl.timeline`."""
+    """DDL_TIMELINE: file for a timeline of the job, see `ddl.metrics.timeline`."""
     timeline_steps: tuple[int, int] = (0, 100)
     """DDL_TIMELINE_STEPS: FIRST:END, the steps of this run that it shows, END left out."""
     links: str | None = None

@@ -35,7 +35,7 @@ class Communicator(ABC):
         bytes_sent: bytes this rank has sent through this communicator so far.
         label: what the coming messages belong to, 0..LARGEST_LABEL. A rank that receives a message
             under another label than its own is told that the ranks are out of step.
-        timeline: kept here for all optimizers over the ranks of a job, see `ddl.timeline`.
+        timeline: kept here for all optimizers over the ranks of a job, see `ddl.metrics.timeline`.
         doing: what the coming messages are for, in words, for those who wait for this rank.
         waits_for: the rank that another thread waits for in this communicator at present.
         job_ranks: the number in the whole job of each rank; messages name ranks by it.

@@ -11,9 +11,9 @@ from torch import nn
 from toy import backward, sgd
 
 import ddl
-from ddl import agreement
 from ddl.comm import threads
 from ddl.errors import DDLError, DisagreementError
+from ddl.reduction import agreement
 
 
 @pytest.fixture

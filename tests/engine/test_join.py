@@ -7,8 +7,8 @@ from launch import ROOT
 from toy import backward, make_model, wrap
 
 import ddl
-from ddl import agreement
 from ddl.comm import SingleCommunicator, threads
+from ddl.reduction import agreement
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])

@@ -7,7 +7,7 @@ import pytest
 from toy import backward, make_model, sgd, wrap
 
 import ddl
-from ddl.aggregator import Outcome
+from ddl.aggregation.aggregator import Outcome
 from ddl.comm import threads
 from ddl.metrics import BucketMetrics, RunTotals, StepMetrics, Totals
 

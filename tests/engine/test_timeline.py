@@ -16,7 +16,7 @@ from toy import backward, make_model, wrap
 import ddl
 from ddl.comm import threads
 from ddl.comm.current import use
-from ddl.timeline import clock_offset, decode, encode
+from ddl.metrics.timeline import clock_offset, decode, encode
 
 
 def train(comm, steps=3, **kwargs):
@@ -151,7 +151,7 @@ def test_gradients_that_are_given_up_are_shown_and_do_not_count_as_a_step(tmp_pa
 
 
 def test_a_long_timeline_stays_small(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("ddl.timeline.EVENTS_AT_MOST", 50)
+    monkeypatch.setattr("ddl.metrics.timeline.EVENTS_AT_MOST", 50)
     threads.run(2, lambda comm: train_and_close(comm, steps=9, timeline=tmp_path / "trace.json"))
     assert len(read(tmp_path / "trace.json")) == 100
     assert caplog.text.count("full with 50 events of rank 1") == 1
@@ -186,7 +186,7 @@ def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path, monkeypatch, ca
         if len(events) > 10:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ddl.timeline.replace_file", full)
+    monkeypatch.setattr("ddl.metrics.timeline.replace_file", full)
     models = threads.run(2, lambda comm: train_and_close(comm, timeline=tmp_path / "trace.json"))
     assert len(models) == 2 and "No space left on device" in caplog.text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ddl.buckets import Bucket
 from ddl.errors import GradientError
+from ddl.reduction.buckets import Bucket
 
 
 class Readiness:

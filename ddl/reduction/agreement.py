@@ -16,18 +16,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddl.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
-from ddl.buckets import Bucket, NamedParameter
+from ddl.aggregation.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
+from ddl.aggregation.device_aggregator import DevicePath, device_path
+from ddl.aggregation.feedback import Feedback
+from ddl.aggregation.hierarchy import make_aggregator
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
-from ddl.device_aggregator import DevicePath, device_path
 from ddl.errors import DisagreementError
-from ddl.feedback import Feedback
-from ddl.hierarchy import make_aggregator
 from ddl.links import Links, measure_links
+from ddl.metrics.timeline import TimelineConfig
 from ddl.nodes import Teams, find_nodes, two_levels
-from ddl.timeline import TimelineConfig
+from ddl.reduction.buckets import Bucket, NamedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReducerConfig:
     feedback: Feedback = PLAIN_FEEDBACK
     """What becomes of gradients that are not applied at once."""
     local_clip_norm: float | None = None
-    """See `ddl.clipping`; costs the overlap: the norm is known only with the last gradient."""
+    """See `clip_`; costs the overlap: the norm is known only with the last gradient."""
 
     @property
     def settings(self) -> dict[str, object]:

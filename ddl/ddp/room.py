@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddl.agreement import Agreement, ReducerConfig
-from ddl.buckets import NamedParameter
 from ddl.comm import Communicator
 from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
+from ddl.metrics.timeline import TimelineConfig, Track, open_track
+from ddl.reduction.agreement import Agreement, ReducerConfig
+from ddl.reduction.buckets import NamedParameter
+from ddl.reduction.worker import Worker
 from ddl.settings import Settings
-from ddl.timeline import TimelineConfig, Track, open_track
-from ddl.worker import Worker
 
 
 @dataclass(frozen=True)

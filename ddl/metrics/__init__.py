@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ddl.aggregator import Outcome
+from ddl.aggregation.aggregator import Outcome
 
 Span = tuple[float, float]  # begin and end, on the clock time.perf_counter
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ddl.metrics import RunTotals, Span, StepMetrics
-from ddl.timeline import StepSpans, Track
+from ddl.metrics.timeline import StepSpans, Track
 
 T = TypeVar("T")
 

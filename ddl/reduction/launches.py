@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Outcome
-from ddl.buckets import Bucket
+from ddl.aggregation.aggregator import Outcome
 from ddl.errors import DDLError, DeadlineError, GradientError
+from ddl.reduction.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.buckets import DTYPES, Bucket
+from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.collectives.dense import dense_bytes
 from ddl.errors import GradientError
 from ddl.metrics import BucketMetrics, Span
+from ddl.reduction.buckets import DTYPES, Bucket
 
 PEEK = 64  # entries that nearly always tell a gradient from zeros
 

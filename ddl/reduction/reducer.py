@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.agreement import Agreement, ReducerConfig
-from ddl.buckets import Bucket, NamedParameter, make_buckets
-from ddl.clipping import clip_
+from ddl.aggregation.aggregator import Aggregator, Outcome
+from ddl.aggregation.clipping import clip_
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
@@ -33,14 +31,16 @@ from ddl.comm.base import LARGEST_LABEL
 from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, GradientError
-from ddl.hooks import check_unclaimed, listen
-from ddl.launches import Launch, Patience, glance
-from ddl.loss_scale import GradScaler, LossScale
 from ddl.metrics import BucketMetrics, StepMetrics
-from ddl.readiness import Readiness
-from ddl.recorder import Recorder, Stopwatch
-from ddl.timeline import StepSpans, open_track
-from ddl.worker import Worker
+from ddl.metrics.recorder import Recorder, Stopwatch
+from ddl.metrics.timeline import StepSpans, open_track
+from ddl.reduction.agreement import Agreement, ReducerConfig
+from ddl.reduction.buckets import Bucket, NamedParameter, make_buckets
+from ddl.reduction.hooks import check_unclaimed, listen
+from ddl.reduction.launches import Launch, Patience, glance
+from ddl.reduction.loss_scale import GradScaler, LossScale
+from ddl.reduction.readiness import Readiness
+from ddl.reduction.worker import Worker
 
 logger = logging.getLogger(__name__)
 
