@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ddl.errors import GradientError
 from ddl.reduction.buckets import Bucket
@@ -36,15 +36,14 @@ class Readiness:
         self.first = None
         self.last = time.perf_counter()
 
-    def add(self, bucket: Bucket, came: Callable[[int], bool]) -> None:
-        """One bucket more.
+    def add(self, came: Sequence[bool]) -> None:
+        """One bucket more, behind the present ones.
 
         Args:
-            bucket: behind the present ones.
-            came: tells, by its place, whether a parameter has a gradient of this step already.
+            came: of its parameters, which have a gradient of this step already.
         """
-        self._passes.append([int(came(place)) for place in range(len(bucket.members))])
-        self._unready.append(len(bucket.members))
+        self._passes.append([int(one) for one in came])
+        self._unready.append(len(came))
 
     def tick(self, index: int, place: int) -> bool:
         """A gradient has come; returns False if it is one too many.

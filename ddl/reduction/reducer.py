@@ -138,8 +138,8 @@ class Reducer:
                 self._buckets.append(bucket)
                 self._aggregators.append(self._agreement.make_aggregator(bucket))
                 self._marks.append(self._streams[bucket.flat.device].mark_caller({}))
-                ids = [id(member.parameter) for member in bucket.members]
-                self._readiness.add(bucket, lambda place, ids=ids: ids[place] in counted)
+                came = [id(member.parameter) in counted for member in bucket.members]
+                self._readiness.add(came)
                 for place, member in enumerate(bucket.members):
                     handle = listen(self, member.parameter, bucket.index, place)
                     self._hooks[id(member.parameter)] = handle
