@@ -188,7 +188,7 @@ def test_two_levels_and_auto_under_mpirun(mpirun, tmp_path):
         "import sys, torch\n"
         f"sys.path.insert(0, {str(ROOT / 'tests' / 'engine')!r})\n"
         "import ddl\n"
-        "from ddl import agreement\n"
+        "from ddl.reduction import agreement\n"
         "from toy import train\n"
         "torch.set_num_threads(1)\n"
         "comm = ddl.init(timeout=60)\n"
