@@ -95,6 +95,7 @@ class SparseHookState:
         step: aggregations so far, one for each backward pass outside of `no_sync()`.
         skipped_steps: those whose gradients are NaN because one of any rank was not finite.
         failure: why the last step failed; None if it did not.
+        compressor: the chosen pairing of selector and collective.
         outcomes: what the last step did, bucket by bucket; parameters below `dense_below` apart.
     """
 
@@ -143,7 +144,7 @@ class SparseHookState:
 
     def _configure(self, choices: Choices, density: float) -> None:
         self._choices = choices
-        self._compressor: Compressor = make_compressor(
+        self.compressor: Compressor = make_compressor(
             choices.compressor, choices.collective, choices.wire, choices.winners_per_pick
         )
         self._density = density
@@ -202,15 +203,8 @@ class SparseHookState:
                 "expected a model or pairs of name and parameter, got something else; pass the "
                 "model, or model.named_parameters()"
             ) from error
-        shapes = {member.name: member.parameter.shape for member in members}
-        for name, owed in self._owed.items():
-            if shapes.get(name) != owed.shape:
-                raise ValueError(
-                    f"the state owes for a parameter {name!r} of shape {tuple(owed.shape)}, the "
-                    f"model has {'none' if name not in shapes else tuple(shapes[name])}; attach "
-                    "the model that the state was saved for"
-                )
         self._members = members
+        self.check_residuals(self._owed)
         self._names = {id(member.parameter): member.name for member in members}
         self._given_comm = comm
         self._loss_scale = LossScale(scaler)
@@ -244,6 +238,40 @@ class SparseHookState:
         for cut in self._cuts.values():
             owed.update(cut.owed())
         return {name: residual.cpu() for name, residual in owed.items()}
+
+    def check_residuals(self, owed: Mapping[str, Tensor]) -> None:
+        """Refuse residuals of another model.
+
+        Args:
+            owed: by parameter name.
+
+        Raises:
+            ValueError: one that fits no parameter.
+        """
+        shapes = {member.name: member.parameter.shape for member in self._members}
+        for name, residual in owed.items():
+            if shapes.get(name) != residual.shape:
+                raise ValueError(
+                    f"the state owes for a parameter {name!r} of shape {tuple(residual.shape)}, "
+                    f"the model has {tuple(shapes[name]) if name in shapes else 'none'}; attach "
+                    "the model that the state was saved for"
+                )
+
+    def restore(self, owed: Mapping[str, Tensor], step: int, skipped_steps: int) -> None:
+        """Owe this, and nothing else. Between two steps.
+
+        Args:
+            owed: as from `residuals`.
+            step: aggregations so far.
+            skipped_steps: see the attribute.
+
+        Raises:
+            ValueError: a residual that fits no parameter.
+        """
+        self.check_residuals(owed)
+        self._cuts.clear()
+        self._owed = dict(owed)
+        self.step, self.skipped_steps = step, skipped_steps
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, counts and residuals, as numbers, texts and tensors."""
@@ -337,7 +365,7 @@ class SparseHookState:
                 "SparseHookState a comm= of the same ranks, made by ddl.communicator().split()"
             )
         try:
-            room = meet(comm, self._members, self._compressor, self._choices, self._density)
+            room = meet(comm, self._members, self.compressor, self._choices, self._density)
         except DDLError as error:
             self.failure = error
             raise
@@ -367,7 +395,7 @@ class SparseHookState:
                 return room.agreement.make_aggregator(UnmovedBucket(number, like, dense))
 
             dense_below = (
-                flat.numel() + 1 if self._compressor.is_dense else self._choices.dense_below
+                flat.numel() + 1 if self.compressor.is_dense else self._choices.dense_below
             )
             found = self._cuts[places] = Cut(places, flat, dense_below, make)
             found.take_over(self._owed)
