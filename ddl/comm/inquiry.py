@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any
 
+from ddl.comm.obituary import Mourned
 from ddl.comm.suspects import GONE, Waiting
 
 ASK, ANSWER = 1, 2  # tags
@@ -34,7 +35,10 @@ class Inquiry:
 
     Attributes:
         rank: of this process.
+        mourned: its connection to who tells if it dies; None if nobody does.
     """
+
+    mourned: Mourned | None = None
 
     def __init__(self, mpi: Any, handle: Any) -> None:
         """`mpi`: mpi4py's module; `handle`: all ranks, for questions and answers only."""
@@ -60,6 +64,7 @@ class Inquiry:
         """
         if os.getpid() != self._process or self._mpi.Is_finalized():
             return
+        self.say_goodbye()
         with contextlib.suppress(self._mpi.Exception):
             self._left = True
             everybody = self._handle.Ibarrier()
@@ -67,6 +72,11 @@ class Inquiry:
             while not everybody.Test() and time.monotonic() < deadline:
                 self.serve()
                 time.sleep(PAUSE_AT_THE_END)
+
+    def say_goodbye(self) -> None:
+        """This process ends with its own words."""
+        if self.mourned is not None:
+            self.mourned.say_goodbye()
 
     def serve(self) -> None:
         """Take in what has come, and answer. Never blocks."""

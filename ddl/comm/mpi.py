@@ -7,6 +7,8 @@ talks TCP, news ends a sleep early (doorbell.py).
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,13 +17,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ddl.comm import polling
+from ddl.comm import obituary, polling
 from ddl.comm.base import Communicator, out_of_step
 from ddl.comm.doorbell import Doorbell, watching_descriptors
 from ddl.comm.inquiry import Inquiry, Wait
 from ddl.comm.polling import LONGEST_SLEEP, STALLED
 from ddl.comm.suspects import Waiting, suspicion
 from ddl.errors import CommunicationError
+
+logger = logging.getLogger(__name__)
 
 # MPI may need several calls to see what has arrived: one takes the bytes in, the next the message.
 POLLS = 3
@@ -100,12 +104,31 @@ class MPICommunicator(Communicator):
         mpi = load_mpi()
         world = mpi.COMM_WORLD.Dup()
         inquiry = Inquiry(mpi, world.Dup())
+        doorbell = Doorbell(watching_descriptors() - before)
+        comm = cls(world, timeout, doorbell=doorbell, inquiry=inquiry)
         if world.Get_size() > 1:
             # The last thing of this process before MPI ends: threads that work for an optimizer
             # started later, and end before.
             weakref.finalize(cls, inquiry.leave, timeout)
-        doorbell = Doorbell(watching_descriptors() - before)
-        return cls(world, timeout, doorbell=doorbell, inquiry=inquiry)
+            if "MPICH" in mpi.Get_library_version():
+                inquiry.mourned = comm._be_mourned()
+        return comm
+
+    def _be_mourned(self) -> obituary.Mourned | None:
+        """Let somebody on this host tell if this rank dies, if that is possible. Collective."""
+        name = bytearray(obituary.invent_name().encode())
+        self._handle.Bcast([name, self._mpi.BYTE])
+        mourned, possible = None, obituary.is_possible()
+        if possible and self.local_rank == 0:
+            try:
+                obituary.begin(name.decode(), self.local_size, self.size)
+            except OSError as error:
+                logger.info("nobody will tell which rank of this host has died: %s", error)
+        self._handle.Barrier()
+        if possible:
+            with contextlib.suppress(OSError):  # the first rank of the host has told why
+                mourned = obituary.connect(name.decode(), self.rank)
+        return mourned
 
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None
@@ -237,5 +260,7 @@ class MPICommunicator(Communicator):
     def abort(self, reason: str, status: int = 1) -> NoReturn:
         """See `Communicator.abort`."""
         print(f"ddl: {self.who}: {reason}", file=sys.stderr, flush=True)
+        if self._inquiry is not None:
+            self._inquiry.say_goodbye()
         self._handle.Abort(status)
         sys.exit(status)  # not reached; MPI's abort does not return

@@ -27,11 +27,12 @@ OUT_OF_BATCHES = (
     r"ended by DeadlineError: .*(rank 1 \(ddl.allreduce_mean\) waits for rank|"
     r"\(step 3, bucket 0\) waits for rank 1 in turn: they are out of step; .*join\(\))"
 )
-# What fails (see failing_job.py), under which launcher, and what is said. MPICH's mpirun ends all
-# ranks at once when one dies; it names a process, but not always that one.
+DIED = r"ddl: rank 1 of 3 died without a word on .*it was killed"
+# What fails (see failing_job.py), under which launcher, and what is said.
 FAILURES = [
     ("mpich", "stalls", STALLED),
-    ("mpich", "is killed", "BAD TERMINATION"),
+    ("mpich", "is killed", DIED),
+    ("mpich", "vanishes 0", DIED),
     ("mpich", "runs out", OUT_OF_BATCHES),
     ("open mpi", "stalls", STALLED),
     ("open mpi", "leaves 3", LEFT),
