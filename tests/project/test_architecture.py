@@ -9,7 +9,7 @@ from launch import ROOT
 # Each room may import those in rows below its own, and its own row.
 LAYERS = [
     ["ddl"],
-    ["ddl.checkpoint"],
+    ["ddl.checkpoint", "ddl.diagnostics"],
     ["ddl.ddp_hook", "ddl.optimizer"],
     ["ddl.reducer", "ddl.state"],
     [
@@ -28,7 +28,7 @@ LAYERS = [
     ["ddl.selectors", "ddl.feedback", "ddl.collectives", "ddl.density", "ddl.links", "ddl.nodes"],
     ["ddl.wires"],
     ["ddl.sparse", "ddl.comm", "ddl.settings"],
-    ["ddl.errors", "ddl.streams", "ddl.perfmodel"],
+    ["ddl.errors", "ddl.streams", "ddl.perfmodel", "ddl.workloads"],
     ["ddl.kernels"],
     ["ddl.csrc"],
 ]
