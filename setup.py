@@ -33,13 +33,17 @@ setup(
     # A top-level package called `kernels` would shadow an unrelated, popular one.
     packages=[
         "ddl",
+        "ddl.aggregation",
         "ddl.checkpoint",
         "ddl.collectives",
         "ddl.comm",
         "ddl.csrc",
+        "ddl.ddp",
         "ddl.diagnostics",
         "ddl.kernels",
+        "ddl.metrics",
         "ddl.perfmodel",
+        "ddl.reduction",
         "ddl.workloads",
     ],
     package_dir={"ddl.kernels": "kernels", "ddl.csrc": "csrc"},

@@ -94,6 +94,7 @@ class Teams:
     def label(self) -> None:
         """Put the coming messages under the label of the job's."""
         self.within.label = self.across.label = self.job.label
+        self.within.doing = self.across.doing = self.job.doing
 
     def cancel(self) -> None:
         """End the wait of another thread; see `Communicator.cancel`."""

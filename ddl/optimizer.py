@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +13,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddl.agreement import ReducerConfig
-from ddl.buckets import NamedParameter
+from ddl.aggregation.feedback import Feedback
 from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
-from ddl.feedback import Feedback
-from ddl.loss_scale import GradScaler, check_scaler, hold
-from ddl.metrics import StepMetrics
-from ddl.naming import named, owned
-from ddl.reducer import Reducer
+from ddl.metrics import RunTotals, StepMetrics
+from ddl.metrics.timeline import TimelineConfig
+from ddl.reduction.agreement import ReducerConfig
+from ddl.reduction.buckets import NamedParameter
+from ddl.reduction.join import Join
+from ddl.reduction.loss_scale import GradScaler, check_scaler, hold
+from ddl.reduction.naming import named, owned
+from ddl.reduction.reducer import Reducer
 from ddl.settings import Settings
 from ddl.world import communicator
 
@@ -53,6 +56,7 @@ class DistributedOptimizer(Optimizer):
         density: fraction of gradient entries to keep at present; the same on every rank.
         skipped_steps: steps skipped because a gradient of any rank was not finite.
         epoch: what `set_epoch` was told last, None if nothing.
+        scaler: what scales the loss, None if nothing.
     """
 
     # The wrapped optimizer may take the scaler's word for it (fused ones do); the scaler would not
@@ -84,6 +88,7 @@ class DistributedOptimizer(Optimizer):
         local_clip_norm: float | None = None,
         error_feedback: bool = True,
         seed: int = 0,
+        timeline: str | os.PathLike[str] | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Hook into the parameters, and give every rank those of rank 0. Collective.
@@ -128,6 +133,8 @@ class DistributedOptimizer(Optimizer):
                 the overlap with the backward pass, since the norm is known at its end.
             error_feedback: False drops what is not applied instead of owing it; for study.
             seed: of random-k's draws; the same on every rank.
+            timeline: file for a timeline of the job (`ddl.metrics.timeline`); default
+                DDL_TIMELINE.
             comm: the ranks; default those of `ddl.init()`.
 
         Raises:
@@ -187,6 +194,8 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = False
         self._finite = True
         self._closed = False
+        self.join_block: Join | None = None
+        self.scaler = scaler
         self.skipped_steps = 0
         self.epoch: int | None = None
         self._reducer = Reducer(
@@ -202,6 +211,7 @@ class DistributedOptimizer(Optimizer):
                 density_warmup=density_warmup.densities if density_warmup else (),
                 seed=seed,
                 hierarchical=hierarchical,
+                timeline=TimelineConfig.of(settings, timeline),
                 links=settings.links,
                 feedback=feedback,
                 local_clip_norm=local_clip_norm,
@@ -270,6 +280,8 @@ class DistributedOptimizer(Optimizer):
         Collective where gradients have come since the last step.
         """
         if not self._reducer.idle:
+            if self.join_block is not None and self._reducer.under_way:
+                self.join_block.lead(self, "discard")
             self._reducer.discard()
         self._synchronized = False
         self._wrapped.zero_grad(set_to_none)
@@ -291,6 +303,8 @@ class DistributedOptimizer(Optimizer):
             raise DDLError("the optimizer is closed, expected an open one; wrap the inner one anew")
         if self._synchronized and self._reducer.idle:
             return self._finite
+        if self.join_block is not None:
+            self.join_block.lead(self, "step")
         self._adopt_new_parameters(within_step=True)
         self._finite = self._reducer.synchronize()
         self._synchronized = True
@@ -303,6 +317,13 @@ class DistributedOptimizer(Optimizer):
                 self.skipped_steps,
             )
         return self._finite
+
+    def join(self, *others: DistributedOptimizer) -> Join:
+        """Let ranks take different numbers of steps: `with optimizer.join():`.
+
+        See `ddl.reduction.join.Join`.
+        """
+        return Join([self, *others])
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -327,14 +348,18 @@ class DistributedOptimizer(Optimizer):
         if closure is None:
             if not self._gradients_usable():
                 return None
-            self._reducer.taken += 1
-            return self._wrapped.step()
+            return self._reducer.take(self._wrapped.step)
+        if self.join_block is not None:
+            raise ValueError("step() got a closure, expected none within join(); call backward()")
         first = self._evaluate(closure)
         if not self._gradients_usable():
             return first
-        self._reducer.taken += 1
         evaluated = [first]  # what optimizers get that evaluate but once
-        return self._wrapped.step(lambda: evaluated.pop() if evaluated else self._evaluate(closure))
+        return self._reducer.take(
+            lambda: self._wrapped.step(
+                lambda: evaluated.pop() if evaluated else self._evaluate(closure)
+            )
+        )
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Loss and gradients, both averages over ranks."""
@@ -388,6 +413,11 @@ class DistributedOptimizer(Optimizer):
         """What the last step cost and moved on this rank; takes a pass over the residuals."""
         return self._reducer.metrics()
 
+    @property
+    def totals(self) -> RunTotals:
+        """What all steps so far have cost, for `ddl.metrics.summary`."""
+        return self._reducer.recorder.totals
+
     def close(self) -> None:
         """Let go of the parameters and end the background thread. Collective; once is enough."""
         if not self._closed:
@@ -415,4 +445,6 @@ class DistributedOptimizer(Optimizer):
             if member.parameter.requires_grad and not self._reducer.knows(member.parameter)
         ]
         if new:
+            if self.join_block is not None:
+                raise DDLError(f"parameter {new[0].name!r} is new, expected none within join()")
             self._reducer.add(new, within_step=within_step)

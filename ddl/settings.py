@@ -24,6 +24,10 @@ class Settings:
     nccl: bool = True
     """DDL_NCCL: 0 stages messages between GPUs through host memory even where NCCL would do."""
 
+    timeline: str | None = None
+    """DDL_TIMELINE: file for a timeline of the job, see `ddl.metrics.timeline`."""
+    timeline_steps: tuple[int, int] = (0, 100)
+    """DDL_TIMELINE_STEPS: FIRST:END, the steps of this run that it shows, END left out."""
     links: str | None = None
     """DDL_LINKS: what messages cost, so that it is not measured: alpha,beta in seconds and seconds
     per byte, and once more within nodes."""
@@ -52,6 +56,8 @@ class Settings:
             bucket_bytes=max(
                 1, int(_above_zero(environ, "DDL_FUSION_THRESHOLD", cls.bucket_bytes))
             ),
+            timeline=environ.get("DDL_TIMELINE") or None,
+            timeline_steps=_window(environ, "DDL_TIMELINE_STEPS", cls.timeline_steps),
             links=environ.get("DDL_LINKS"),
             nccl=_switch(environ, "DDL_NCCL", cls.nccl),
         )
@@ -62,6 +68,19 @@ def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {text!r}; unset it for {int(default)}")
     return text == "1"
+
+
+def _window(environ: Mapping[str, str], name: str, default: tuple[int, int]) -> tuple[int, int]:
+    text = environ.get(name)
+    if text is None:
+        return default
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ValueError(
+            f"{name} must be FIRST:END with FIRST below END, such as 10:20, got {text!r}; unset it "
+            f"for {default[0]}:{default[1]}"
+        )
+    return int(first), int(end)
 
 
 def _above_zero(environ: Mapping[str, str], name: str, default: float) -> float:

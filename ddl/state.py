@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ddl.collectives import dense, messages
 from ddl.comm import Communicator
+from ddl.errors import CommunicationError
 from ddl.world import communicator
 
 Tensors = nn.Module | Mapping[str, Any] | Iterable[tuple[str, Tensor]]
@@ -28,8 +30,9 @@ def broadcast_parameters(
         comm: the ranks; default the job's.
     """
     comm = communicator() if comm is None else comm
-    for _, tensor in _named(tensors):
-        messages.broadcast_(comm, tensor, root)
+    with _doing(comm, "ddl.broadcast_parameters"):
+        for _, tensor in _named(tensors):
+            messages.broadcast_(comm, tensor, root)
 
 
 def broadcast_optimizer_state(
@@ -41,19 +44,22 @@ def broadcast_optimizer_state(
     """
     comm = communicator() if comm is None else comm
     if comm.size > 1:
-        state = messages.broadcast_object(comm, _on_cpu(optimizer.state_dict()), root)
+        with _doing(comm, "ddl.broadcast_optimizer_state"):
+            state = messages.broadcast_object(comm, _on_cpu(optimizer.state_dict()), root)
         if comm.rank != root:
             optimizer.load_state_dict(state)
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
     """One rank's picklable object on every rank; for small things. Collective."""
-    return messages.broadcast_object(communicator(), value, root)
+    with _doing(communicator(), "ddl.broadcast_object") as comm:
+        return messages.broadcast_object(comm, value, root)
 
 
 def gather_object(value: Any) -> list[Any]:
     """Every rank's picklable object, in rank order, on every rank. Collective."""
-    return messages.gather_objects(communicator(), value)
+    with _doing(communicator(), "ddl.gather_object") as comm:
+        return messages.gather_objects(comm, value)
 
 
 def allreduce_mean(tensor: Tensor) -> Tensor:
@@ -68,15 +74,16 @@ def allreduce_mean(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"expected a tensor of floating-point numbers, got {what}; use .float()")
-    comm = communicator()
-    average = tensor.detach().clone(memory_format=torch.contiguous_format) / comm.size
-    dense.all_reduce_(comm, average)
+    with _doing(communicator(), "ddl.allreduce_mean") as comm:
+        average = tensor.detach().clone(memory_format=torch.contiguous_format) / comm.size
+        dense.all_reduce_(comm, average)
     return average
 
 
 def barrier() -> None:
     """Return once every rank has come. Collective."""
-    messages.barrier(communicator())
+    with _doing(communicator(), "ddl.barrier") as comm:
+        messages.barrier(comm)
 
 
 def parameters_digest(tensors: Tensors) -> str:
@@ -87,6 +94,18 @@ def parameters_digest(tensors: Tensors) -> str:
         digest.update(name.encode())
         digest.update(messages.bytes_of(tensor).numpy().data)
     return digest.hexdigest()
+
+
+@contextmanager
+def _doing(comm: Communicator, what: str) -> Iterator[Communicator]:
+    """Say in messages what the ranks are at."""
+    before, comm.doing = comm.doing, what
+    try:
+        yield comm
+    except CommunicationError as error:
+        raise type(error)(f"{what}: {error}") from error
+    finally:
+        comm.doing = before
 
 
 def _named(tensors: Tensors) -> Iterable[tuple[str, Tensor]]:

@@ -120,6 +120,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--seed", type=count, default=42, help="of weights and shuffling")
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
+    add_timeline(training)
 
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument(
@@ -137,6 +138,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _check_together(args)
     check_compression(args)
     return args
+
+
+def add_timeline(group: Any) -> None:
+    """What `script.wrap` reads, too."""
+    group.add_argument(
+        "--timeline", type=Path, help="file for a timeline of the first steps; DDL_TIMELINE"
+    )
 
 
 def add_compression(parser: argparse.ArgumentParser) -> None:

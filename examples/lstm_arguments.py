@@ -59,6 +59,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--seed", type=shared.count, default=42, help="of weights and dropout")
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/lstm-SIZE-COMPRESSOR-P")
+    shared.add_timeline(training)
 
     shared.add_compression(parser)
     args = parser.parse_args(arguments)

@@ -43,15 +43,22 @@ class RunLog:
         silent = None if self.folder is not None else True
         return tqdm(batches, desc=description, unit="batch", leave=False, disable=silent)
 
-    def record(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
-        """Writes one line, and adds the values to the averages of the run."""
+    def record(
+        self,
+        step: int,
+        epoch: int,
+        values: dict[str, float | None],
+        lists: dict[str, list[float]] | None = None,
+    ) -> None:
+        """Writes one line, and adds the values to the averages of the run, but not the lists."""
         clean = {key: _json_number(value) for key, value in values.items()}
         for key, value in clean.items():
             if value is not None:
                 self._sums[key] += value
                 self._counts[key] += 1
         if self._lines is not None:
-            print(json.dumps({"step": step, "epoch": epoch, **clean}), file=self._lines)
+            line = {"step": step, "epoch": epoch, **clean, **(lists or {})}
+            print(json.dumps(line), file=self._lines)
         if self._events is not None:
             for key, value in clean.items():
                 if value is not None:

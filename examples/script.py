@@ -76,6 +76,7 @@ def wrap(
             hierarchical={"auto": None, "yes": True, "no": False}[args.hierarchical],
             bucket_bytes=int(args.bucket_mb * 2**20),
             dense_below=args.dense_below,
+            timeline=args.timeline,
         )
     except ValueError as error:
         raise BadInput(one_line(error)) from error
@@ -121,6 +122,7 @@ def engine_summary(
         "bytes_sent_per_step": mean_over_ranks(log.mean("comm/bytes_sent")),
         "bytes_dense_per_step": log.mean("comm/bytes_dense"),
         "overlap_fraction": log.mean("comm/overlap_fraction"),
+        "costs": ddl.metrics.summary(optimizer).as_dict(),
         "parameters_sha256": digests[0],
         "parameters_agree": len(set(digests)) == 1,
         "torch": torch.__version__,

@@ -144,6 +144,7 @@ class Trainer:
             losses.append(loss.item())
             previous, done = done, perf_counter()
             self.step_seconds.append(done - previous)
+            metrics = self.optimizer.metrics
             self.log.record(
                 self.step,
                 epoch,
@@ -154,8 +155,9 @@ class Trainer:
                     "time/data": begun - previous,
                     "time/forward_backward": backward_done - begun,
                     "time/step": done - previous,
-                    **self.optimizer.metrics.as_dict(),
+                    **metrics.as_dict(),
                 },
+                metrics.by_bucket(),
             )
             if self.step == self.last_step:
                 break
@@ -183,6 +185,7 @@ class Trainer:
     def summarize(self, train_loss: float, val_loss: float, best_val_loss: float) -> bool:
         """Prints the line of results on rank 0 and writes it to summary.json."""
         args = self.args
+        where = ddl.metrics.summary(self.optimizer)
         engine = engine_summary(self.model, self.optimizer, self.log, args)
         # The first step also compiles, allocates and starts threads.
         seconds = self.step_seconds[1:] or self.step_seconds
@@ -201,6 +204,7 @@ class Trainer:
             "tokens_per_second": tokens * len(seconds) / sum(seconds),
             **engine,
         }
+        logger.info("%s", where)
         text = self.log.finish(summary)
         if ddl.rank() == 0:
             print(text, flush=True)

@@ -9,7 +9,8 @@ cosine. The density falls through --density-warmup, one value an epoch, to --den
 Rank 0 writes <log-dir>/metrics.jsonl (one line per step, of its own batches and clock, and one per
 validation, of all ranks), TensorBoard events, and summary.json, which is also the last line
 printed. Figures per step in it are means over all steps, density warm-up included, and bytes are
-those of one rank, on average.
+those of one rank, on average. `costs` in it, also printed as a table, says where rank 0's time
+went, and the names of the buckets, whose numbers metrics.jsonl has under bucket/*, in launch order.
 
 With --checkpoint-dir the run is saved after each epoch and at its end. The same command with
 --resume added goes on where the newest checkpoint stands, to the bit on as many workers; on another
@@ -207,6 +208,7 @@ class Trainer:
             losses.append(loss.item())
             previous, done = done, perf_counter()
             self.step_seconds.append(done - previous)
+            metrics = self.optimizer.metrics
             self.log.record(
                 self.step,
                 epoch,
@@ -217,8 +219,9 @@ class Trainer:
                     "time/data": begun - previous,
                     "time/forward_backward": backward_done - begun,
                     "time/step": done - previous,
-                    **self.optimizer.metrics.as_dict(),
+                    **metrics.as_dict(),
                 },
+                metrics.by_bucket(),
             )
             every, ended = self.args.checkpoint_every, self.step == self.last_step
             # At the end of an epoch the run is saved after the validation, which changes it.
@@ -247,6 +250,7 @@ class Trainer:
     def summarize(self, train_loss: float, val_accuracy: float) -> bool:
         """Prints the line of results on rank 0 and writes it to summary.json."""
         args = self.args
+        where = ddl.metrics.summary(self.optimizer)
         engine = engine_summary(self.model, self.optimizer, self.log, args)
         # The first step also compiles, allocates and starts threads.
         seconds = self.step_seconds[1:] or self.step_seconds
@@ -260,6 +264,7 @@ class Trainer:
             "images_per_second": args.batch_size * ddl.size() * len(seconds) / sum(seconds),
             **engine,
         }
+        logger.info("%s", where)
         text = self.log.finish(summary)
         if ddl.rank() == 0:
             print(text, flush=True)
@@ -342,7 +347,9 @@ def open_log(args: Namespace, step: int) -> RunLog:
     earlier = records_until(step, folder / "metrics.jsonl") if args.resume else []
     log = RunLog(folder)
     for record in earlier:
-        log.record(record.pop("step"), record.pop("epoch"), record)
+        lists = {key: value for key, value in record.items() if isinstance(value, list)}
+        values = {key: value for key, value in record.items() if key not in lists}
+        log.record(values.pop("step"), values.pop("epoch"), values, lists)
     return log
 
 

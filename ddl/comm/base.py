@@ -8,10 +8,12 @@ algorithms, gives the same bits, and counts the same bytes in the same place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ddl.comm.suspects import REMEDY
 from ddl.errors import CommunicationError
 
 LARGEST_LABEL = 32767  # every MPI takes tags to this
@@ -33,7 +35,14 @@ class Communicator(ABC):
         bytes_sent: bytes this rank has sent through this communicator so far.
         label: what the coming messages belong to, 0..LARGEST_LABEL. A rank that receives a message
             under another label than its own is told that the ranks are out of step.
+        timeline: kept here for all optimizers over the ranks of a job, see `ddl.metrics.timeline`.
+        doing: what the coming messages are for, in words, for those who wait for this rank.
+        waits_for: the rank that another thread waits for in this communicator at present.
+        job_ranks: the number in the whole job of each rank; messages name ranks by it.
+        job_size: number of workers of the whole job.
     """
+
+    timeline: Any = None
 
     def __init__(
         self,
@@ -48,7 +57,26 @@ class Communicator(ABC):
         self.timeout = timeout
         self.local_rank, self.local_size = (rank, size) if local is None else local
         self.label = 0
+        self.doing = ""
         self.bytes_sent = 0
+        self.waits_for: int | None = None
+        self.job_ranks: tuple[int, ...] = tuple(range(size))
+        self.job_size = size
+
+    @property
+    def who(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self.job_ranks[self.rank]} of {self.job_size}"
+
+    def waiting(self) -> str | None:
+        """For whom another thread waits, for messages; None if it does not wait."""
+        peer = self.waits_for
+        return None if peer is None else f"for rank {self.job_ranks[peer]}"
+
+    def _split_from(self, whole: Communicator, members: Sequence[int]) -> None:
+        """Take the names of these ranks over from a communicator that contains them."""
+        self.job_ranks = tuple(whole.job_ranks[member] for member in members)
+        self.job_size = whole.job_size
 
     def send(self, message: Tensor, dest: int) -> None:
         """Send `message` (uint8 [any length], reusable afterwards) to another rank.
@@ -58,7 +86,9 @@ class Communicator(ABC):
             CommunicationError: the peer is gone.
         """
         self.bytes_sent += message.numel()
+        self.waits_for = dest
         self._exchange(message, dest, None)
+        self.waits_for = None
 
     def recv(self, source: int) -> Tensor:
         """Receive the next message of another rank: uint8 [its length], owned by the caller.
@@ -67,12 +97,18 @@ class Communicator(ABC):
             DeadlineError: nothing came within `timeout` seconds.
             CommunicationError: the peer is gone, or sent something else than is expected here.
         """
-        return _received(self._exchange(None, None, source))
+        self.waits_for = source
+        received = _received(self._exchange(None, None, source))
+        self.waits_for = None
+        return received
 
     def sendrecv(self, message: Tensor, dest: int, source: int) -> Tensor:
         """`send` to `dest` and `recv` from `source` at once, so that rings cannot deadlock."""
         self.bytes_sent += message.numel()
-        return _received(self._exchange(message, dest, source))
+        self.waits_for = source
+        received = _received(self._exchange(message, dest, source))
+        self.waits_for = None
+        return received
 
     @abstractmethod
     def _exchange(
@@ -107,11 +143,19 @@ class Communicator(ABC):
         """End the job on every rank with an exit status, after one line with `reason` on stderr."""
 
 
-def out_of_step(rank: int, label: int, source: int, theirs: int) -> CommunicationError:
-    """The error of a message that belongs to something else."""
+def out_of_step(comm: Communicator, source: int, label: int) -> CommunicationError:
+    """The error of a message that belongs to something else.
+
+    Args:
+        comm: what has received it.
+        source: who sent it.
+        label: the message's.
+    """
+    rank, source = comm.job_ranks[comm.rank], comm.job_ranks[source]
     return CommunicationError(
-        f"rank {rank} is at message group {label}, rank {source} at {theirs}: the ranks are out of "
-        "step; each must take the same steps with the same parameters in the same order"
+        f"rank {rank} is at message group {comm.label}, rank {source} at {label}: the ranks are "
+        "out of step; each must take the same steps with the same parameters in the same order; "
+        f"{REMEDY}"
     )
 
 

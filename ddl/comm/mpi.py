@@ -8,6 +8,7 @@ talks TCP, news ends a sleep early (doorbell.py).
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from ddl.comm import polling
 from ddl.comm.base import Communicator, out_of_step
 from ddl.comm.doorbell import Doorbell, watching_descriptors
-from ddl.comm.polling import LONGEST_SLEEP
+from ddl.comm.inquiry import Inquiry, Wait
+from ddl.comm.polling import LONGEST_SLEEP, STALLED
+from ddl.comm.suspects import Waiting, suspicion
 from ddl.errors import CommunicationError
 
 # MPI may need several calls to see what has arrived: one takes the bytes in, the next the message.
@@ -70,13 +73,15 @@ class MPICommunicator(Communicator):
         timeout: float,
         local: tuple[int, int] | None = None,
         doorbell: Doorbell | None = None,
+        inquiry: Inquiry | None = None,
     ) -> None:
         """Wrap an mpi4py intracommunicator that nothing else sends messages on.
 
         Collective, unless `local`, rank and size on this host, is known. `doorbell`: what ends a
-        wait's sleep early, if anything does.
+        wait's sleep early, if anything does. `inquiry`: tells who holds up a wait.
         """
         self._doorbell = Doorbell() if doorbell is None else doorbell
+        self._inquiry = inquiry
         self._mpi = load_mpi()
         self._handle = handle
         self._cancelled = False
@@ -92,8 +97,15 @@ class MPICommunicator(Communicator):
     def world(cls, timeout: float) -> MPICommunicator:
         """All processes that mpirun started, apart from whatever else uses COMM_WORLD."""
         before = watching_descriptors()
-        world = load_mpi().COMM_WORLD.Dup()
-        return cls(world, timeout, doorbell=Doorbell(watching_descriptors() - before))
+        mpi = load_mpi()
+        world = mpi.COMM_WORLD.Dup()
+        inquiry = Inquiry(mpi, world.Dup())
+        if world.Get_size() > 1:
+            # The last thing of this process before MPI ends: threads that work for an optimizer
+            # started later, and end before.
+            weakref.finalize(cls, inquiry.leave, timeout)
+        doorbell = Doorbell(watching_descriptors() - before)
+        return cls(world, timeout, doorbell=doorbell, inquiry=inquiry)
 
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None
@@ -109,27 +121,62 @@ class MPICommunicator(Communicator):
                 found = self._wait(
                     lambda: self._handle.Improbe(source, MPI.ANY_TAG, status),
                     LONGEST_SLEEP,
-                    f"for a message of rank {source}",
+                    f"for a message of rank {self.job_ranks[source]}",
+                    source,
                 )
                 received = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
                 requests.append(found.Irecv([received.numpy(), MPI.BYTE]))
                 if status.Get_tag() != self.label:
-                    raise out_of_step(self.rank, self.label, source, status.Get_tag())
+                    raise out_of_step(self, source, status.Get_tag())
             self._wait(
                 lambda: MPI.Request.Testall(requests) or None,
                 LONGEST_SLEEP_IN_TRANSFER if source is not None else LONGEST_SLEEP,
-                f"for rank {dest} to take a message" if dest is not None else "for a transfer",
+                "for a transfer"
+                if dest is None
+                else f"for rank {self.job_ranks[dest]} to take a message",
+                source if dest is None else dest,
             )
         except MPI.Exception as error:
             raise CommunicationError(
-                f"rank {self.rank} of {self.size}, to {dest}, from {source}: "
+                f"{self.who}, to {self._name(dest)}, from {self._name(source)}: "
                 f"{error.Get_error_string()}; look for the first rank that failed"
             ) from error
         return received
 
-    def _wait(self, poll: Callable[[], Any], longest_sleep: float, what: str) -> Any:
-        """Poll until something else than None comes back, or the deadline passes."""
+    def _name(self, peer: int | None) -> str:
+        return "nobody" if peer is None else f"rank {self.job_ranks[peer]}"
 
+    def _wait(
+        self, poll: Callable[[], Any], longest_sleep: float, what: str, peer: int | None = None
+    ) -> Any:
+        """Poll until something else than None comes back, or the deadline passes."""
+        what = f"{self.who} waits {what}"
+        inquiry = None if peer is None else self._inquiry
+        if inquiry is None or peer is None:
+            return self._poll(poll, longest_sleep, what, lambda: STALLED)
+        me, other = self.job_ranks[self.rank], self.job_ranks[peer]
+        with Wait(inquiry, Waiting(other, self.doing), self.timeout) as wait:
+
+            def poll_and_look() -> Any:
+                result = poll()
+                if result is None and wait.look():
+                    raise CommunicationError(f"{what}: {suspicion(me, other, inquiry.waits_for)}")
+                return result
+
+            return self._poll(
+                poll_and_look,
+                longest_sleep,
+                what,
+                lambda: suspicion(me, other, inquiry.waits_for),
+            )
+
+    def _poll(
+        self,
+        poll: Callable[[], Any],
+        longest_sleep: float,
+        what: str,
+        suspicion: Callable[[], str],
+    ) -> Any:
         def poll_again() -> Any:
             for _ in range(POLLS):
                 result = poll()
@@ -139,13 +186,14 @@ class MPICommunicator(Communicator):
 
         result = polling.wait(
             poll_again,
-            f"rank {self.rank} of {self.size} waits {what}",
+            what,
             self.timeout,
             cancelled=lambda: self._cancelled,
             longest_sleep=longest_sleep,
             # Who hears of every message need not look up before.
             first_sleep=longest_sleep if self._all_ring else polling.FIRST_SLEEP,
             sleep=self._doorbell.sleep,
+            suspicion=suspicion,
         )
         self._doorbell.answered()
         return result
@@ -154,14 +202,29 @@ class MPICommunicator(Communicator):
         """See `Communicator.split`."""
         arrived = self._handle.Ibarrier()  # Split itself would wait without a deadline
         self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to split")
-        return MPICommunicator(self._handle.Split(color, key), self.timeout, None, self._doorbell)
+        return self._part(self._handle.Split(color, key), None)
 
     def duplicate(self) -> MPICommunicator:
         """See `Communicator.duplicate`."""
         arrived = self._handle.Ibarrier()
         self._wait(lambda: arrived.Test() or None, LONGEST_SLEEP, "for all ranks to duplicate")
-        local = (self.local_rank, self.local_size)
-        return MPICommunicator(self._handle.Dup(), self.timeout, local, self._doorbell)
+        return self._part(self._handle.Dup(), (self.local_rank, self.local_size))
+
+    def _part(self, handle: Any, local: tuple[int, int] | None) -> MPICommunicator:
+        group = MPICommunicator(handle, self.timeout, local, self._doorbell, self._inquiry)
+        theirs, ours = handle.Get_group(), self._handle.Get_group()
+        group._split_from(self, theirs.Translate_ranks(None, ours))
+        theirs.Free()
+        ours.Free()
+        return group
+
+    def waiting(self) -> str | None:
+        """See `Communicator.waiting`."""
+        peer = self.waits_for
+        if peer is None or self._inquiry is None:
+            return super().waiting()
+        me, other = self.job_ranks[self.rank], self.job_ranks[peer]
+        return f"for rank {other}: {suspicion(me, other, self._inquiry.waits_for)}"
 
     def cancel(self) -> None:
         """See `Communicator.cancel`."""
@@ -173,6 +236,6 @@ class MPICommunicator(Communicator):
 
     def abort(self, reason: str, status: int = 1) -> NoReturn:
         """See `Communicator.abort`."""
-        print(f"ddl: rank {self.rank} of {self.size}: {reason}", file=sys.stderr, flush=True)
+        print(f"ddl: {self.who}: {reason}", file=sys.stderr, flush=True)
         self._handle.Abort(status)
         sys.exit(status)  # not reached; MPI's abort does not return

@@ -95,6 +95,7 @@ class NcclCommunicator(Communicator):
         """
         local = (host.local_rank, host.local_size)
         super().__init__(host.rank, host.size, host.timeout, local)
+        self._split_from(host, range(host.size))
         self.device = device
         self.stream = make_stream(device)
         self._host = host
@@ -109,7 +110,7 @@ class NcclCommunicator(Communicator):
     def _exchange(
         self, message: Tensor | None, dest: int | None, source: int | None
     ) -> Tensor | None:
-        self._host.label = self.label
+        self._host.label, self._host.doing = self.label, self.doing
         return self._host._exchange(message, dest, source)
 
     def split(self, color: int, key: int) -> NcclCommunicator:
@@ -122,6 +123,11 @@ class NcclCommunicator(Communicator):
 
     def _over(self, host: Communicator) -> NcclCommunicator:
         return NcclCommunicator(host, self.device, self._nccl, self._make_stream)
+
+    def waiting(self) -> str | None:
+        """See `Communicator.waiting`."""
+        self._host.waits_for = self.waits_for
+        return self._host.waiting()
 
     # Transfers.
 

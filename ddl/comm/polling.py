@@ -17,6 +17,8 @@ SHORT_SLEEPS = 20
 FIRST_SLEEP = 20e-6
 LONGEST_SLEEP = 1e-3
 
+STALLED = "is a rank stalled, or running another script?"
+
 # Linux makes a sleep of 0 s one of 50 us, which is no way to give others their turn.
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -30,6 +32,7 @@ def wait(
     longest_sleep: float = LONGEST_SLEEP,
     first_sleep: float = FIRST_SLEEP,
     sleep: Callable[[float], object] = time.sleep,
+    suspicion: Callable[[], str] = lambda: STALLED,
 ) -> Any:
     """Poll until something else than None comes back, and return that.
 
@@ -41,6 +44,7 @@ def wait(
         longest_sleep: seconds between two polls at most.
         first_sleep: seconds between two polls at first.
         sleep: sleeps so many seconds; may end early, if there is news.
+        suspicion: who or what holds up the wait, to end an error's message with.
 
     Raises:
         DeadlineError: nothing within `timeout` seconds.
@@ -58,10 +62,7 @@ def wait(
             _yield_core()
             continue
         if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"{what}: nothing within {timeout:g} s; is that rank stalled, or running another "
-                "script?"
-            )
+            raise DeadlineError(f"{what}: nothing within {timeout:g} s; {suspicion()}")
         if cancelled():
             raise CommunicationError(f"{what}: cancelled")
         sleep(pause)

@@ -17,12 +17,11 @@ import contextlib
 import hashlib
 import os
 import platform
+import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -31,6 +30,9 @@ import torch
 from torch import Tensor
 
 from ddl.comm.base import Communicator, out_of_step
+from ddl.comm.job_store import Job
+from ddl.comm.polling import STALLED
+from ddl.comm.suspects import REMEDY
 from ddl.errors import CommunicationError, DeadlineError
 
 HEADER_BYTES = 16  # label and length, int64 each
@@ -40,9 +42,6 @@ HEADER_BYTES = 16  # label and length, int64 each
 INLINE_BYTES = 256 * 1024
 
 MESSAGES, CANCELLATIONS = 0, 1  # gloo's tags; nobody ever sends a cancellation
-
-# A failure is told to the job's store, which may be gone too.
-PATIENCE_SECONDS = 2.0
 
 LONGEST_SECONDS = 1e8  # what gloo's clocks can add up
 
@@ -66,34 +65,6 @@ def load_distributed() -> Any:
     return torch.distributed
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the communicators of a process have in common.
-
-    Attributes:
-        store: of torch.distributed, shared by all ranks of the job.
-        outlives: whether the store is there when a rank has ended, whichever it is.
-        host: a number for the machine, the same for all ranks on it.
-    """
-
-    store: Any
-    outlives: bool
-    host: int
-
-    def announce(self, failure: str) -> None:
-        """Tell the other ranks why this one ends, unless another has been first."""
-        if self.outlives:
-            _briefly(lambda: self.store.compare_set("failure", "", failure))
-
-    def first_failure(self) -> str | None:
-        """What the first rank to end has announced; None if that is not known."""
-        store = self.store
-        said = self.outlives and _briefly(
-            lambda: store.get("failure") if store.check(["failure"]) else None
-        )
-        return said.decode() if said else None
-
-
 class _Standing(NamedTuple):
     """A frame that has been asked for: where it will be, and gloo's handle."""
 
@@ -106,7 +77,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(
         self,
-        job: _Job,
+        job: Job,
         name: str,
         members: tuple[int, int],
         timeout: float,
@@ -124,7 +95,7 @@ class ProcessGroupCommunicator(Communicator):
         rank, size = members
         super().__init__(rank, size, timeout, local)
         self._job = job
-        self._name = name
+        self._key = name
         self._splits = 0
         self._cancelled = False
         self._standing: dict[int, _Standing] = {}
@@ -185,14 +156,16 @@ class ProcessGroupCommunicator(Communicator):
             DeadlineError: not every rank came in time.
         """
         joined = store.add(f"ddl/joined/{rank}", 1)  # a job can be left and joined again
-        job = _Job(
+        job = Job(
             load_distributed().PrefixStore(f"ddl/{joined}", store),
             outlives=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             host=_number_of_host(),
         )
         comm = cls(job, "world", (rank, size), timeout)
         mine = [int(environ.get(name, -1)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-        places = local_places(comm._gather_numbers(job.host, *mine))
+        told = comm._gather_numbers(job.host, *mine, os.getpid())
+        places = local_places([row[:3] for row in told])
+        job.neighbours.extend(process for host, _, _, process in told if host == job.host)
         comm.local_rank, comm.local_size = places[rank]
         return comm
 
@@ -217,11 +190,11 @@ class ProcessGroupCommunicator(Communicator):
     def _finish_sends(self) -> None:
         while self._sending:
             work, dest = self._sending[0]
-            self._wait(work, f"for rank {dest} to take a message", dest)
+            self._wait(work, f"for {self._name(dest)} to take a message", dest)
             del self._sending[0]
 
     def _receive(self, source: int) -> Tensor:
-        what = f"for a message of rank {source}"
+        what = f"for a message of {self._name(source)}"
         standing = self._standing.pop(source, None)
         frame, work = standing or self._ask(torch.empty_like(self._outgoing), source)
         self._wait(work, what, source)
@@ -237,7 +210,7 @@ class ProcessGroupCommunicator(Communicator):
         if rest is not None:
             self._wait(rest, what, source)
         if label != self.label:
-            raise out_of_step(self.rank, self.label, source, label)
+            raise out_of_step(self, source, label)
         return received
 
     def _ask(self, frame: Tensor, source: int) -> _Standing:
@@ -247,11 +220,14 @@ class ProcessGroupCommunicator(Communicator):
         """Start to send or receive, and return gloo's handle."""
         begun = time.monotonic()
         if self._group is None:
-            raise CommunicationError(f"rank {self.rank} of {self.size}: closed")
+            raise CommunicationError(f"{self.who}: closed")
         try:
             return getattr(self._group, verb)([part], peer, MESSAGES)
         except RuntimeError as error:
             raise self._failed("to begin a message", begun, peer) from error
+
+    def _name(self, peer: int | None) -> str:
+        return "a rank" if peer is None else f"rank {self.job_ranks[peer]}"
 
     def _wait(self, work: Any, what: str, peer: int) -> None:
         begun = time.monotonic()
@@ -265,18 +241,25 @@ class ProcessGroupCommunicator(Communicator):
         what: str,
         begun: float,
         peer: int | None,
-        cure: str = "is that rank stalled, or running another script?",
+        cure: str | None = None,
     ) -> CommunicationError:
         """What gloo's RuntimeError means. After any of them the whole group is out of use."""
-        who = f"rank {self.rank} of {self.size} waits {what}"
+        who = f"{self.who} waits {what}"
         if self._cancelled:
             return CommunicationError(f"{who}: cancelled")
         if time.monotonic() - begun > self.timeout - 1e-3:  # gloo counts milliseconds
-            return DeadlineError(f"{who}: nothing within {self.timeout:g} s; {cure}")
+            if cure is None and peer is not None:
+                me = self.job_ranks[self.rank]
+                cure = self._job.suspicion(me, self.job_ranks[peer], self.doing)
+            return DeadlineError(f"{who}: nothing within {self.timeout:g} s; {cure or STALLED}")
         first = self._job.first_failure()
         return CommunicationError(
-            f"{who}: {'a rank' if peer is None else f'rank {peer}'} is gone; "
-            + (f"the first to end was {first}" if first else "look for the first rank that failed")
+            f"{who}: {self._name(peer)} is gone; "
+            + (
+                f"the first to end was {first}"
+                if first
+                else f"look for the first rank that failed; {REMEDY}"
+            )
         )
 
     def split(self, color: int, key: int) -> ProcessGroupCommunicator:
@@ -288,13 +271,15 @@ class ProcessGroupCommunicator(Communicator):
         )
         ranks = [rank for _, rank, _ in members]
         neighbours = [rank for _, rank, host in members if host == self._job.host]
-        return ProcessGroupCommunicator(
+        group = ProcessGroupCommunicator(
             self._job,
-            f"{self._name}/{self._splits}.{color}",
+            f"{self._key}/{self._splits}.{color}",
             (ranks.index(self.rank), len(ranks)),
             self.timeout,
             (neighbours.index(self.rank), len(neighbours)),
         )
+        group._split_from(self, ranks)
+        return group
 
     def _gather_numbers(self, *numbers: int) -> list[list[int]]:
         """The numbers of every rank, in rank order; each round doubles what a rank knows of."""
@@ -335,11 +320,15 @@ class ProcessGroupCommunicator(Communicator):
         The end of this process closes its connections, so that ranks which wait for it end too;
         torchrun ends the others.
         """
-        failure = f"rank {self.rank} of {self.size}: {reason}"
+        failure = f"{self.who}: {reason}"
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more
             print(f"ddl: {failure}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         self._job.announce(failure)
+        for process in self._job.neighbours:
+            # One that is stopped would not end when torchrun asks it to.
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGCONT)
         os._exit(status)  # sys.exit would only end this thread
 
 
@@ -400,19 +389,3 @@ def _duration(seconds: float) -> timedelta:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _briefly(action: Callable[[], Any]) -> Any:
-    """The action's result, None if it fails or takes too long."""
-    results: list[Any] = []
-
-    def act() -> None:
-        try:
-            results.append(action())
-        except Exception:  # whatever a broken store raises
-            pass
-
-    thread = threading.Thread(target=act, name="ddl-failure", daemon=True)
-    thread.start()
-    thread.join(PATIENCE_SECONDS)
-    return results[0] if results else None

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ddl.comm.base import Communicator, out_of_step
 from ddl.comm.current import use
+from ddl.comm.polling import STALLED
+from ddl.comm.suspects import Waiting, suspicion
 from ddl.errors import CommunicationError, DeadlineError
 
 T = TypeVar("T")
@@ -30,13 +32,24 @@ class _Switchboard:
         self.mail: dict[Hashable, deque[tuple[int, Tensor]]] = defaultdict(deque)
         self.meetings: dict[Hashable, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.failure: str | None = None
+        self.waits: dict[Hashable, tuple[int, Waiting]] = {}  # who for whom, of all groups
 
     def fail(self, reason: str) -> None:
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
 
-    def wait_until(self, ready: Callable[[], Any], timeout: float, what: str) -> None:
+    def waits_for(self, rank: int) -> Waiting | None:
+        """What a rank waits for; None if for nothing."""
+        return next((wait for waiter, wait in self.waits.values() if waiter == rank), None)
+
+    def wait_until(
+        self,
+        ready: Callable[[], Any],
+        timeout: float,
+        what: str,
+        suspicion: Callable[[], str] = lambda: STALLED,
+    ) -> None:
         """Wait, with `changed` held, until ready() or the deadline or a failure elsewhere."""
         deadline = time.monotonic() + timeout
         while not ready():
@@ -44,7 +57,7 @@ class _Switchboard:
                 raise CommunicationError(f"{what}: {self.failure}")
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"{what}: nothing within {timeout:g} s; is that rank stalled?")
+                raise DeadlineError(f"{what}: nothing within {timeout:g} s; {suspicion()}")
             self.changed.wait(left)
 
 
@@ -73,13 +86,21 @@ class ThreadCommunicator(Communicator):
             if source is None:
                 return None
             box = board.mail[self._group, source, self.rank]
-            what = f"rank {self.rank} of {self.size} waits for a message of rank {source}"
-            board.wait_until(lambda: box or self._cancelled, self.timeout, what)
+            me, peer = self.job_ranks[self.rank], self.job_ranks[source]
+            what = f"{self.who} waits for a message of rank {peer}"
+            board.waits[self._group, me] = me, Waiting(peer, self.doing)
+            board.wait_until(
+                lambda: box or self._cancelled,
+                self.timeout,
+                what,
+                lambda: suspicion(me, peer, board.waits_for),
+            )
+            del board.waits[self._group, me]
             if not box:
                 raise CommunicationError(f"{what}: cancelled")
             label, received = box.popleft()
             if label != self.label:
-                raise out_of_step(self.rank, self.label, source, label)
+                raise out_of_step(self, source, label)
             return received
 
     def split(self, color: int, key: int) -> ThreadCommunicator:
@@ -91,13 +112,15 @@ class ThreadCommunicator(Communicator):
             attending = board.meetings[meeting]
             attending[self.rank] = (color, key)
             board.changed.notify_all()
-            what = f"rank {self.rank} of {self.size} waits for all ranks to split"
+            what = f"{self.who} waits for all ranks to split"
             board.wait_until(lambda: len(attending) == self.size, self.timeout, what)
         members = sorted((k, rank) for rank, (c, k) in attending.items() if c == color)
-        rank = [member for _, member in members].index(self.rank)
-        return ThreadCommunicator(
-            board, (*meeting, color), rank, len(members), timeout=self.timeout
+        ranks = [member for _, member in members]
+        group = ThreadCommunicator(
+            board, (*meeting, color), ranks.index(self.rank), len(ranks), timeout=self.timeout
         )
+        group._split_from(self, ranks)
+        return group
 
     def cancel(self) -> None:
         """See `Communicator.cancel`."""

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Observation
-from ddl.buckets import Bucket
+from ddl.aggregation.aggregator import Observation
 from ddl.diagnostics.ages import Ages
 from ddl.diagnostics.output import Output
 from ddl.diagnostics.plots import plot
 from ddl.diagnostics.statistics import contraction, shape_of
 from ddl.optimizer import DistributedOptimizer
+from ddl.reduction.buckets import Bucket
 
 AGE_QUANTILES = (0.5, 0.9, 0.99)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -200,6 +202,28 @@ def parameters_agree_and_a_pickled_state_goes_on_to_the_bit():
         restored.close()
 
 
+def a_run_resumed_from_a_checkpoint_is_the_uninterrupted_one():
+    directory = ddl.broadcast_object(tempfile.mkdtemp() if dist.get_rank() == 0 else None)
+    model, state = hooked(make_model(), density=0.2, dense_below=9)
+    model.optimizer = sgd(model)
+    train(model, state, range(5))
+    saved = {"model": model, "optimizer": model.optimizer, "hook": state}
+    ddl.save_checkpoint(directory, **saved, step=5)
+    other, empty = hooked(make_model(seed=1), density=0.5, dense_below=9)
+    other.optimizer = sgd(other)
+    train(other, empty, range(2))  # so that DDP has made its buckets anew
+    loaded = {"model": other, "optimizer": other.optimizer, "hook": empty}
+    ddl.load_checkpoint(directory, **loaded)
+    assert empty.density == 0.2 and empty.step == 5
+    assert train(other, empty, range(5, 9)) == train(model, state, range(5, 9))
+    mine, theirs = state.residuals(), empty.residuals()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    state.close()
+    empty.close()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+
+
 def gradients_without_sync_add_up():
     for view in (False, True):
         model, state = hooked(Numbers(), gradient_as_bucket_view=view, **TINY)
@@ -316,6 +340,7 @@ LAWS: list[Callable[[], None]] = [
     none_is_what_ddp_does_itself,
     density_one_is_the_dense_average,
     parameters_agree_and_a_pickled_state_goes_on_to_the_bit,
+    a_run_resumed_from_a_checkpoint_is_the_uninterrupted_one,
     gradients_without_sync_add_up,
     a_static_graph_loses_nothing,
     one_bad_gradient_is_seen_on_every_rank_and_owed_nowhere,

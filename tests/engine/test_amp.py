@@ -8,11 +8,12 @@ from torch import nn
 from toy import batch, digests_equal, make_model, sgd, wrap
 
 import ddl
-from ddl import agreement, kernels
+from ddl import kernels
 from ddl.comm import SingleCommunicator, threads
 from ddl.comm.current import use
 from ddl.errors import GradientError
-from ddl.loss_scale import LossScale
+from ddl.reduction import agreement
+from ddl.reduction.loss_scale import LossScale
 
 KINDS = [("none", None, None, None), *SPARSE_COMPRESSORS, ("gtopk", "auto", "plain", None)]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from checkpoint_runs import KINDS, SAVED_AT, STEPS, Run, owed, owed_by_all, resumed, written
 from torch import nn
-from toy import backward, sgd
+from toy import backward, make_model, sgd
 
 import ddl
-from ddl import agreement
 from ddl.comm import threads
 from ddl.errors import DDLError, DisagreementError
+from ddl.reduction import agreement
 
 
 @pytest.fixture
@@ -82,6 +82,52 @@ def test_velocities_that_come_or_go_are_told(tmp_path, caplog):
     text = [r.getMessage() for r in caplog.records if "checkpoint" in r.name]
     assert sum("starts without the velocity of momentum correction" in line for line in text) == 1
     assert sum("drops the velocity of momentum correction" in line for line in text) == 1
+
+
+@pytest.mark.parametrize("P", [2, 4, 6])
+def test_what_a_ddp_hook_owes_goes_to_other_ranks_as_well(P, tmp_path):
+    def state_of(comm, model):
+        return ddl.SparseHookState(model, "gtopk", density=0.1, comm=comm)
+
+    def save(comm):
+        model = make_model()
+        state = state_of(comm, model)
+        owed = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        state.restore(owed, step=7, skipped_steps=1)
+        ddl.save_checkpoint(tmp_path, model=model, optimizer=sgd(model), hook=state)
+        return owed
+
+    def load(comm):
+        model = make_model(1)
+        state = state_of(comm, model)
+        ddl.load_checkpoint(tmp_path, model=model, optimizer=sgd(model), hook=state)
+        assert (state.step, state.skipped_steps) == (7, 1)
+        return state.residuals()
+
+    before, after = threads.run(4, save), threads.run(P, load)
+    for name in before[0]:
+        average = sum(owed[name] for owed in before) / 4
+        now = [owed[name] for owed in after if name in owed]
+        torch.testing.assert_close(sum(now) / P, average)
+        if P == 4:
+            assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True))
+
+
+def test_another_models_hook_is_refused_and_a_missing_one_named(tmp_path):
+    def work(comm):
+        model, other = make_model(), nn.Linear(3, 3)
+        state = ddl.SparseHookState(model)
+        state.restore({"0.weight": torch.ones(10, 6)}, 1, 0)
+        objects = {"model": model, "optimizer": sgd(model)}
+        ddl.save_checkpoint(tmp_path, **objects, hook=state)
+        with pytest.raises(DDLError, match="has hooks 'hook', expected none"):
+            ddl.load_checkpoint(tmp_path, **objects)
+        with pytest.raises(DDLError, match=r"'0\.weight' of shape \(10, 6\), the model has none"):
+            ddl.load_checkpoint(tmp_path, **objects, hook=ddl.SparseHookState(other))
+        with pytest.raises(ValueError, match="is a Linear, expected a ddl"):
+            ddl.load_checkpoint(tmp_path, **objects, hook=other)
+
+    threads.run(2, work)
 
 
 def test_saving_changes_nothing(tmp_path):

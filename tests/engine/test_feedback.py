@@ -9,12 +9,12 @@ from torch import nn
 from toy import backward, digests_equal, make_model, wrap
 
 import ddl
-from ddl.aggregator import DenseAggregator, SparseAggregator, aggregate
-from ddl.clipping import clip_
+from ddl.aggregation.aggregator import DenseAggregator, SparseAggregator, aggregate
+from ddl.aggregation.clipping import clip_
+from ddl.aggregation.feedback import Feedback
 from ddl.comm import SingleCommunicator, threads
 from ddl.compressors import make_compressor
 from ddl.density import entries
-from ddl.feedback import Feedback
 
 M = 0.5  # sums with it are exact on whole numbers
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from run_log import RunLog
 def test_every_record_is_one_line_of_valid_json(tmp_path):
     log = RunLog(tmp_path / "run")
     log.record(1, 0, {"train/loss": 2.0, "comm/ratio": float("nan")})
-    log.record(2, 0, {"train/loss": 4.0, "comm/ratio": 0.5})
+    log.record(2, 0, {"train/loss": 4.0, "comm/ratio": 0.5}, {"bucket/wait": [0.1, 0.2]})
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "epoch": 0, "train/loss": 2.0, "comm/ratio": None},
-        {"step": 2, "epoch": 0, "train/loss": 4.0, "comm/ratio": 0.5},
+        {"step": 2, "epoch": 0, "train/loss": 4.0, "comm/ratio": 0.5, "bucket/wait": [0.1, 0.2]},
     ]
     assert log.mean("train/loss") == 3.0
     assert log.mean("comm/ratio") == 0.5  # of the steps that had one

@@ -29,6 +29,8 @@ STEP_KEYS = {
     "comm/density_actual",
     "comm/overlap_fraction",
     "residual/norm",
+    *(f"bucket/{what}" for what in ("numel", "picked", "bytes_sent")),
+    *(f"bucket/{what}" for what in ("select", "communicate", "wait")),
 }
 
 
@@ -75,6 +77,15 @@ def check(summary: dict, metrics: list[dict], P: int, compressor: str) -> None:
     assert summary["val_accuracy"] == validation["val/accuracy"]
     assert (summary["bytes_sent_per_step"] > 0) == (P > 1)
     assert summary["images_per_second"] > 0
+    for step in steps:
+        for what in ("select", "communicate", "wait"):
+            assert sum(step[f"bucket/{what}"]) == pytest.approx(step[f"time/{what}"], abs=1e-4)
+        assert sum(step["bucket/bytes_sent"]) == step["comm/bytes_sent"]
+    costs = summary["costs"]
+    assert costs["steps"] == 4 and costs["skipped"] == costs["discarded"] == 0
+    assert sum(bucket["numel"] for bucket in costs["buckets"]) == sum(steps[0]["bucket/numel"])
+    mean = sum(step["time/communicate"] for step in steps) / 4
+    assert costs["communicate_seconds"] == pytest.approx(mean)
 
 
 @pytest.mark.mpi

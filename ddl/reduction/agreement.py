@@ -16,17 +16,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddl.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
-from ddl.buckets import Bucket, NamedParameter
+from ddl.aggregation.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
+from ddl.aggregation.device_aggregator import DevicePath, device_path
+from ddl.aggregation.feedback import Feedback
+from ddl.aggregation.hierarchy import make_aggregator
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
-from ddl.device_aggregator import DevicePath, device_path
 from ddl.errors import DisagreementError
-from ddl.feedback import Feedback
-from ddl.hierarchy import make_aggregator
 from ddl.links import Links, measure_links
+from ddl.metrics.timeline import TimelineConfig
 from ddl.nodes import Teams, find_nodes, two_levels
+from ddl.reduction.buckets import Bucket, NamedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,14 @@ class ReducerConfig:
     """Of random choices that ranks must make alike."""
     hierarchical: bool | None = None
     """Whether to aggregate in two levels; None: where it pays."""
+    timeline: TimelineConfig | None = None
+    """What is recorded, by all ranks or none."""
     links: str | None = None
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
     feedback: Feedback = PLAIN_FEEDBACK
     """What becomes of gradients that are not applied at once."""
     local_clip_norm: float | None = None
-    """See `ddl.clipping`; costs the overlap: the norm is known only with the last gradient."""
+    """See `clip_`; costs the overlap: the norm is known only with the last gradient."""
 
     @property
     def settings(self) -> dict[str, object]:
@@ -179,6 +182,12 @@ class Agreement:
         return make_aggregator(
             self._comm, self._teams, numel, device, self._compressor, seed, feedback
         )
+
+    def waiting(self) -> str:
+        """For whom the worker thread waits, for messages."""
+        teams = () if self._teams is None else (self._teams.within, self._teams.across)
+        said = (comm.waiting() for comm in (self._comm, *teams))
+        return next((text for text in said if text is not None), "for other ranks")
 
     def cancel(self) -> None:
         """End a wait of the worker thread; see `Communicator.cancel`."""

@@ -38,6 +38,10 @@ class LossScale:
         """The next gradients may have another scale."""
         self._value = None
 
+    def use(self, scale: float) -> None:
+        """The gradients of this step have another rank's scale."""
+        self._value = scale
+
     def read(self) -> float:
         """The scale; on a GPU this waits for the current stream.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
-from ddl.buckets import NamedParameter
+from ddl.reduction.buckets import NamedParameter
 
 
 def named(

@@ -16,39 +16,33 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.agreement import Agreement, ReducerConfig
-from ddl.buckets import Bucket, NamedParameter, make_buckets
-from ddl.clipping import clip_
+from ddl.aggregation.aggregator import Aggregator, Outcome
+from ddl.aggregation.clipping import clip_
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
 from ddl.comm.base import LARGEST_LABEL
 from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
-from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
-from ddl.hooks import check_unclaimed, listen
-from ddl.loss_scale import GradScaler, LossScale
-from ddl.metrics import StepMetrics, overlap_fraction
-from ddl.worker import Worker
+from ddl.errors import CommunicationError, DDLError, GradientError
+from ddl.metrics import BucketMetrics, StepMetrics
+from ddl.metrics.recorder import Recorder, Stopwatch
+from ddl.metrics.timeline import StepSpans, open_track
+from ddl.reduction.agreement import Agreement, ReducerConfig
+from ddl.reduction.buckets import Bucket, NamedParameter, make_buckets
+from ddl.reduction.hooks import check_unclaimed, listen
+from ddl.reduction.launches import Launch, Patience, glance
+from ddl.reduction.loss_scale import GradScaler, LossScale
+from ddl.reduction.readiness import Readiness
+from ddl.reduction.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-# The worker's own waits have the same deadline and know more; let their error come first.
-GRACE_SECONDS = 10.0
-GLANCE = 32  # entries that nearly always tell whether a gradient was changed
-CHANGE_CURE = (
-    "call optimizer.synchronize() between backward() and any change of gradients, such as "
-    "clipping; a GradScaler goes to DistributedOptimizer as scaler="
-)
 
 
 class Reducer:
@@ -57,7 +51,8 @@ class Reducer:
     Attributes:
         density: fraction of entries to keep; the same on every rank; change it between steps.
         step: aggregations so far.
-        taken: steps that the optimizer has taken; it counts them.
+        taken: steps that the optimizer has taken.
+        recorder: what the steps so far have cost.
     """
 
     def __init__(
@@ -102,11 +97,11 @@ class Reducer:
         self._aggregators: list[Aggregator] = []
         self._streams = WorkerStreams(self._comm)
         self._hooks: dict[int, Any] = {}  # by id of the parameter, which its bucket keeps alive
-        self._outcomes: list[Outcome] = []
-        self._overlap = 0.0
-        self._wait_seconds = 0.0
+        self._readiness = Readiness(config.backward_passes_per_step)
+        self.recorder = Recorder()
         self._start_step()
         self.add(members)
+        self.recorder.track = open_track(config.timeline, comm, self._control)
 
     def add(self, members: Sequence[NamedParameter], *, within_step: bool = False) -> None:
         """Take in more parameters, in buckets behind the present ones. Collective.
@@ -143,8 +138,8 @@ class Reducer:
                 self._buckets.append(bucket)
                 self._aggregators.append(self._agreement.make_aggregator(bucket))
                 self._marks.append(self._streams[bucket.flat.device].mark_caller({}))
-                self._passes.append([int(id(m.parameter) in counted) for m in bucket.members])
-                self._unready.append(len(bucket.members))
+                came = [id(member.parameter) in counted for member in bucket.members]
+                self._readiness.add(came)
                 for place, member in enumerate(bucket.members):
                     handle = listen(self, member.parameter, bucket.index, place)
                     self._hooks[id(member.parameter)] = handle
@@ -162,10 +157,8 @@ class Reducer:
         # What a launch follows: the last work so far on each stream that wrote its gradients, and
         # what the step before still does with the results of its own launches.
         self._marks = [self._streams[b.flat.device].mark_caller({}) for b in self._buckets]
-        self._passes = [[0] * len(bucket.members) for bucket in self._buckets]
-        self._unready = [len(bucket.members) for bucket in self._buckets]
-        self._launched: list[_Launch] = []
-        self._last_gradient = time.perf_counter()
+        self._readiness.start(self._buckets)
+        self._launched: list[Launch] = []
         self._loss_scale.forget()
 
     # 1. Ready.
@@ -181,9 +174,9 @@ class Reducer:
             GradientError: one more than `backward_passes_per_step`.
         """
         with self._lock:
-            bucket, passes = self._buckets[index], self._passes[index]
-            expected = self._config.backward_passes_per_step
-            if passes[place] == expected or index < len(self._launched):
+            bucket = self._buckets[index]
+            if index < len(self._launched) or not self._readiness.tick(index, place):
+                expected = self._config.backward_passes_per_step
                 raise GradientError(
                     f"parameter {bucket.members[place].name!r} got another gradient in step "
                     f"{self.step} on rank {self._comm.rank}, expected {expected} before "
@@ -192,20 +185,17 @@ class Reducer:
                 )
             bucket.absorb(place)
             self._streams[bucket.flat.device].mark_caller(self._marks[index])
-            passes[place] += 1
-            if passes[place] == expected:
-                self._unready[index] -= 1
-                self._last_gradient = time.perf_counter()
+            if self._readiness.is_ready(index):
                 self._launch_ready()
 
     # 2. Launch.
 
     def _launch_ready(self) -> None:
-        if self._config.local_clip_norm is not None and any(self._unready):
+        if self._config.local_clip_norm is not None and not self._readiness.all_ready:
             return  # the norm is that of all gradients
         while len(self._launched) < len(self._buckets):
             index = len(self._launched)
-            if self._unready[index]:
+            if not self._readiness.is_ready(index):
                 return
             self._launch(index)
 
@@ -218,25 +208,26 @@ class Reducer:
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
+        doing = f"step {self.step}, bucket {index}"
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
         loss_scale, clip = self._loss_scale, self._clipping() if index == 0 else None
 
         def task() -> Outcome:
-            comm.label = label
+            comm.label, comm.doing = label, doing
             with stream.current():
                 stream.follow(marks.values())
                 if clip is not None:
                     clip(loss_scale.read())
                 outcome = begin(flat, density, loss_scale.read())
-                launch.after = _glance(flat)
+                launch.after = glance(flat)
                 stream.synchronize()  # what comes next runs on the caller's streams
             return outcome
 
         # What is aggregated whole, or clipped, the worker itself changes.
         kept = self._aggregators[index].residual is not None
         kept &= self._config.local_clip_norm is None
-        launch = _Launch(bucket.flat._version, _glance(flat) if kept else None)
+        launch = Launch(bucket.flat._version, glance(flat) if kept else None)
         launch.future = self._worker.submit(task)
         self._launched.append(launch)
 
@@ -261,8 +252,13 @@ class Reducer:
 
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
-        self._check_every_parameter_has_a_gradient()
-        rest = range(len(self._launched), len(self._buckets))
+        if self._config.unused_parameters != "zero":
+            where = f"step {self.step} on rank {self._comm.rank}"
+            self._readiness.check_complete(self._buckets, where)
+        self._launch_first(len(self._buckets))
+
+    def _launch_first(self, count: int) -> None:
+        rest = range(len(self._launched), count)
         for index in rest:
             bucket = self._buckets[index]
             for place, member in enumerate(bucket.members):
@@ -279,28 +275,21 @@ class Reducer:
             if kept is not None:
                 bucket.part(kept, place, owing.first).zero_()
 
-    def _check_every_parameter_has_a_gradient(self) -> None:
-        if self._config.unused_parameters == "zero":
-            return
-        missing = [
-            member.name
-            for bucket, passes in zip(self._buckets, self._passes, strict=True)
-            for member, count in zip(bucket.members, passes, strict=True)
-            if count == 0 and member.parameter.requires_grad
-        ]
-        if missing and self.idle:
-            raise GradientError(
-                f"no parameter got a gradient in step {self.step} on rank {self._comm.rank}, "
-                "expected a backward() before each optimizer.step(); or pass "
-                'unused_parameters="zero"'
-            )
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise GradientError(
-                f"parameter {missing[0]!r}{more} got no gradient in step {self.step} on rank "
-                f"{self._comm.rank}, expected one from every backward pass; set its "
-                'requires_grad to False, or pass unused_parameters="zero"'
-            )
+    def stand_in(self, count: int | None = None, loss_scale: float = 1.0) -> None:
+        """Take part in what other ranks do: where no gradient has come, it is zero.
+
+        Args:
+            loss_scale: that of the other ranks.
+            count: so many buckets are launched, as on the others, to be given up. None: none is
+                yet, but each may be, in a step.
+        """
+        with self._lock:
+            if not self._launched:
+                self._loss_scale.use(loss_scale)
+            for bucket in self._buckets[:count]:
+                for place in self._readiness.stand_in(bucket):
+                    bucket.members[place].parameter.grad = None
+            self._launch_first(count or 0)
 
     # 3. Wait.
 
@@ -324,21 +313,18 @@ class Reducer:
         ]
         with self._lock:
             self._launch_rest()
-        begin = time.perf_counter()
-        self._outcomes = [
-            self._wait_for(launch, bucket)
-            for launch, bucket in zip(self._launched, self._buckets, strict=True)
-        ]
-        self._wait_seconds = time.perf_counter() - begin
-        self._overlap = overlap_fraction(self._outcomes, self._last_gradient)
-        finite = all(outcome.finite for outcome in self._outcomes)
+        outcomes, waited = self._wait_for_all(self._launched)
+        finite = all(outcome.finite for outcome in outcomes)
+        applied = Stopwatch()
         for bucket, aggregator in zip(self._buckets, self._aggregators, strict=True):
             if finite:
                 aggregator.apply(bucket.flat)
             else:
                 aggregator.owe(bucket.flat)
+            applied.lap()
         for parameter in frozen_without_gradient:
             parameter.grad = None
+        self._record(outcomes, waited, applied, finite=finite)
         self.step += 1
         self._start_step()
         return finite
@@ -347,43 +333,50 @@ class Reducer:
         """Forget the gradients since the last step, as torch does at `zero_grad`. Collective."""
         with self._lock:
             launched, self._launched = self._launched, []
-        for bucket, launch in zip(self._buckets, launched, strict=False):
-            self._wait_for(launch, bucket)
+        outcomes, waited = self._wait_for_all(launched)
         # Only now: on a GPU, a launch under way could take memory over that is still being read.
+        applied = Stopwatch()
         for bucket, aggregator, _ in zip(self._buckets, self._aggregators, launched, strict=False):
             aggregator.discard(bucket.flat)
-        self._discarded += bool(launched)
+            applied.lap()
+        if launched:
+            self._discarded += 1
+            self._record(outcomes, waited, applied, kept=False)
         self._start_step()
+
+    @property
+    def control(self) -> Communicator:
+        """The ranks, for the caller's thread."""
+        return self._control
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients of this step are multiplied by; on a GPU this waits for it."""
+        return self._loss_scale.read()
+
+    @property
+    def under_way(self) -> int:
+        """Buckets launched in this step."""
+        return len(self._launched)
 
     @property
     def idle(self) -> bool:
         """Whether no gradient has come since the last `synchronize`."""
-        return not any(any(passes) for passes in self._passes)
+        return self._readiness.idle
 
-    def _check_unchanged(self, launch: _Launch, bucket: Bucket) -> None:
-        replaced = bucket.first_detached()
-        if replaced is not None or launch.shows_change(bucket.flat):
-            what = f"of parameter {replaced!r}" if replaced else f"in {bucket}"
-            raise GradientError(
-                f"a gradient {what} was changed in step {self.step} on rank {self._comm.rank} "
-                f"while it was under way, expected it untouched; {CHANGE_CURE}"
-            )
-
-    def _wait_for(self, launch: _Launch, bucket: Bucket) -> Outcome:
-        where = f"step {self.step}, {bucket}, rank {self._comm.rank} of {self._comm.size}"
-        begin = time.monotonic()
-        while not wait([launch.future], timeout=self._stall_check_seconds).done:
-            waited = time.monotonic() - begin
-            logger.warning("%s: waiting for other ranks for %.0f s", where, waited)
-            if waited > self._comm.timeout + GRACE_SECONDS:
-                raise DeadlineError(f"{where}: nothing after {waited:.0f} s; is a rank dead?")
-        self._check_unchanged(launch, bucket)
-        try:
-            return launch.future.result()
-        except DDLError as error:
-            raise type(error)(f"{where}: {error}") from error
-        except Exception as error:
-            raise DDLError(f"{where}: {type(error).__name__}: {error}") from error
+    def _wait_for_all(self, launched: Sequence[Launch]) -> tuple[list[Outcome], Stopwatch]:
+        outcomes, waited = [], Stopwatch()
+        patience = Patience(self._stall_check_seconds, self._comm.timeout, self._agreement.waiting)
+        rank = f"rank {self._comm.rank} of {self._comm.size}"
+        for launch, bucket in zip(launched, self._buckets, strict=False):
+            try:
+                where = f"step {self.step}, {bucket}, {rank}"
+                outcomes.append(launch.outcome(bucket, where, patience))
+            except DDLError:
+                self.recorder.give_up()
+                raise
+            waited.lap()
+        return outcomes, waited
 
     @property
     def owing(self) -> Iterable[tuple[Bucket, Aggregator]]:
@@ -399,27 +392,39 @@ class Reducer:
     def history(self, counts: Sequence[int]) -> None:
         self.step, self._discarded, self.taken = counts
 
+    def take(self, step: Callable[[], Any]) -> Any:
+        """Let the wrapped optimizer step, and count it."""
+        self.taken += 1
+        return self.recorder.update(step)
+
+    def _record(
+        self,
+        outcomes: Sequence[Outcome],
+        waited: Stopwatch,
+        applied: Stopwatch,
+        *,
+        finite: bool = True,
+        kept: bool = True,
+    ) -> None:
+        first = self._readiness.first
+        happened = zip(outcomes, waited.spans, applied.spans, strict=True)
+        buckets = [
+            BucketMetrics(
+                b.index, b.label, b.flat.numel(), self._bytes_dense(b), outcome, wait, apply
+            )
+            for b, (outcome, wait, apply) in zip(self._buckets, happened, strict=False)
+        ]
+        backward = None if first is None else (first, self._readiness.last)
+        self.recorder.step(StepSpans(self.step, backward, buckets, kept), finite)
+
+    def _bytes_dense(self, bucket: Bucket) -> int:
+        return dense_bytes(bucket.flat.numel(), bucket.flat.element_size(), self._comm.size)
+
     def metrics(self) -> StepMetrics:
         """What the last step cost; takes a pass over the residuals."""
-        numel = sum(bucket.flat.numel() for bucket in self._buckets)
-        outcomes = self._outcomes
         residuals = [a.residual for a in self._aggregators if a.residual is not None]
         norms = [float(torch.linalg.vector_norm(residual)) for residual in residuals]
-        return StepMetrics(
-            step=self.step - 1,
-            finite=all(outcome.finite for outcome in outcomes),
-            select_seconds=sum(outcome.select_seconds for outcome in outcomes),
-            communicate_seconds=sum(outcome.ended - outcome.started for outcome in outcomes),
-            wait_seconds=self._wait_seconds,
-            bytes_sent=sum(outcome.bytes_sent for outcome in outcomes),
-            bytes_dense=sum(
-                dense_bytes(bucket.flat.numel(), bucket.flat.element_size(), self._comm.size)
-                for bucket in self._buckets
-            ),
-            density_actual=sum(outcome.picked for outcome in outcomes) / max(1, numel),
-            overlap_fraction=self._overlap,
-            residual_norm=math.hypot(*norms),
-        )
+        return self.recorder.metrics(math.hypot(*norms))
 
     def close(self) -> None:
         """Let go of the parameters, end the worker thread, free the communicators. Collective."""
@@ -427,42 +432,5 @@ class Reducer:
             hook.remove()
         self._hooks = {}
         self._worker.close()
+        self.recorder.close()
         self._agreement.close()
-
-
-class _Launch:
-    """A bucket under way.
-
-    Attributes:
-        future: its outcome to come.
-        after: a glance at its gradient when that was there.
-    """
-
-    future: Future[Outcome]
-
-    def __init__(self, version: int, before: Tensor | None) -> None:
-        """Remember how the gradient looks.
-
-        Args:
-            version: torch's count of changes.
-            before: a glance, if the worker leaves the gradient as it is.
-        """
-        self._version = version
-        self._before = before
-        self.after: Tensor | None = None
-
-    def shows_change(self, flat: Tensor) -> bool:
-        """Whether somebody else has changed the gradient; needs the outcome."""
-        if flat._version != self._version:
-            return True
-        now = _glance(flat)
-        return any(
-            known is not None and not torch.equal(known, now)
-            for known in (self._before, self.after)
-        )
-
-
-def _glance(flat: Tensor) -> Tensor:
-    """The bits of some entries: torch does not count changes by `grad.data` or by a GradScaler."""
-    some = flat.detach()[:: max(1, flat.numel() // GLANCE)].clone()
-    return some.view(torch.int16 if flat.element_size() == 2 else torch.int32)

@@ -6,15 +6,18 @@ owed is therefore handed over by name, in the shape of the parameter.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.buckets import DTYPES, Bucket
+from ddl.aggregation.aggregator import Aggregator, Outcome
+from ddl.collectives.dense import dense_bytes
 from ddl.errors import GradientError
+from ddl.metrics import BucketMetrics, Span
+from ddl.reduction.buckets import DTYPES, Bucket
 
 PEEK = 64  # entries that nearly always tell a gradient from zeros
 
@@ -118,8 +121,7 @@ class Cut:
         small = [place.entries for place in places if place.numel < dense_below]
         self._main = make(flat, not self._large)
         self._small = small if self._large else []
-        numel = sum(entries.stop - entries.start for entries in self._small)
-        self._side = make(flat.new_empty(numel), True) if self._small else None
+        self._side = make(flat.new_empty(self.small_numel), True) if self._small else None
         self._side_flat: Tensor | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
@@ -161,6 +163,11 @@ class Cut:
             owed.add_(waited)
         self._waiting, self._side_flat = [], None
 
+    @property
+    def small_numel(self) -> int:
+        """Entries of the small parameters, where they are aggregated apart."""
+        return sum(entries.stop - entries.start for entries in self._small)
+
     def owed(self) -> dict[str, Tensor]:
         """Copies of what is owed, by name."""
         residual = self._main.residual
@@ -185,13 +192,16 @@ class Launch:
         flat: the bucket's gradients.
         last: whether the step ends with it.
         label: of its messages.
+        names: of its parameters, in short.
+        came: clock (time.perf_counter) when DDP handed it over.
         result: torch's future of `flat`, for DDP.
         cut, outcomes: what has begun.
     """
 
-    def __init__(self, flat: Tensor, last: bool, label: int) -> None:
+    def __init__(self, flat: Tensor, last: bool, label: int, names: str) -> None:
         """Nothing has begun."""
-        self.flat, self.last, self.label = flat, last, label
+        self.flat, self.last, self.label, self.names = flat, last, label, names
+        self.came = time.perf_counter()
         self.cut: Cut | None = None
         self.outcomes: list[Outcome] = []
         self._failure: BaseException | None = None
@@ -210,6 +220,31 @@ class Launch:
         """The gradients become averages, or NaN."""
         if self.cut is not None:
             self.cut.end(self.flat, finite)
+
+    def metrics(self, index: int, P: int, backward: float, applied: Span) -> list[BucketMetrics]:
+        """What happened to the bucket; its small parameters, aggregated whole, come first, apart.
+
+        DDP waits, in C++, for all buckets at once. Those before the last hide behind the backward
+        pass up to its end; the rest of the time in which this one was under way counts as waiting.
+
+        Args:
+            index: of the bucket.
+            P: number of ranks.
+            backward: clock (time.perf_counter) at the last gradient.
+            applied: when the gradients became averages.
+        """
+        numel = self.flat.numel()
+        small = self.cut.small_numel if self.cut is not None else 0
+        sizes = [small, numel - small] if len(self.outcomes) == 2 else [numel]
+        names = [f"{self.names}: small", self.names] if len(sizes) == 2 else [self.names]
+        found = []
+        for name, size, outcome in zip(names, sizes, self.outcomes, strict=True):
+            dense = dense_bytes(size, self.flat.element_size(), P)
+            begun = outcome.started - outcome.select_seconds
+            waited = (max(backward, begun), max(backward, begun, outcome.ended))
+            done = applied if outcome is self.outcomes[-1] else (applied[0], applied[0])
+            found.append(BucketMetrics(index, name, size, dense, outcome, waited, done))
+        return found
 
     def complete(self, failure: BaseException | None) -> None:
         """DDP can go on."""

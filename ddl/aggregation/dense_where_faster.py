@@ -14,19 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Observation, Outcome, SparseAggregator
+from ddl.aggregation.aggregator import Observation, Outcome, SparseAggregator
+from ddl.aggregation.feedback import ErrorFeedback
 from ddl.collectives import Collective, dense
 from ddl.collectives.auto import Auto
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.density import entries
 from ddl.errors import DDLError
-from ddl.feedback import ErrorFeedback
 from ddl.selectors import RandomK
 
 
 class DenseWhereFaster:
-    """Sparse or dense, step by step. See `ddl.aggregator.Aggregator`."""
+    """Sparse or dense, step by step. See `ddl.aggregation.aggregator.Aggregator`."""
 
     first = 0
 

@@ -11,7 +11,7 @@ bucket after the other, in an order that is the same on every rank.
    first bucket waits: the ranks settle first that they were given the same model and settings.
 2. *Cut.* DDP makes its buckets anew after the first step. What is owed is known by the name of the
    parameter: a new bucket takes over what older ones owe for its parameters.
-3. *Begin.* Select, collect, repay, as `ddl.aggregator` says.
+3. *Begin.* Select, collect, repay, as `ddl.aggregation.aggregator` says.
 4. *End.* With the last bucket of a step it is known whether all gradients of all ranks were finite.
    If so they become averages; if not, all of them become NaN, on every rank, for a GradScaler or
    the script to skip the step, and what was finite is owed (of parameters that are aggregated
@@ -25,25 +25,26 @@ import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.agreement import Agreement, ReducerConfig, stable_hash
-from ddl.buckets import NamedParameter
+from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.comm import Communicator
 from ddl.comm.base import LARGEST_LABEL
-from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor, make_compressor
-from ddl.ddp_buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_of
+from ddl.ddp.buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_of
+from ddl.ddp.room import Choices, Room, meet
 from ddl.density import check_density
 from ddl.errors import DDLError
-from ddl.loss_scale import GradScaler, LossScale, check_scaler
-from ddl.settings import Settings
-from ddl.worker import Worker
+from ddl.metrics import RunTotals, Span
+from ddl.metrics.recorder import Recorder, Stopwatch
+from ddl.metrics.timeline import StepSpans
+from ddl.reduction.agreement import stable_hash
+from ddl.reduction.buckets import NamedParameter
+from ddl.reduction.loss_scale import GradScaler, LossScale, check_scaler
 from ddl.world import init
 
 logger = logging.getLogger(__name__)
@@ -75,18 +76,6 @@ def sparse_hook(state: SparseHookState, bucket):
     return state.launch(bucket)
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """What the user has chosen for good; the density can change."""
-
-    compressor: str
-    collective: str | None
-    wire: str | None
-    winners_per_pick: float | None
-    dense_below: int
-    seed: int
-
-
 class SparseHookState:
     """What `sparse_hook` keeps for one model: settings, and what this rank owes by parameter name.
 
@@ -106,6 +95,7 @@ class SparseHookState:
         step: aggregations so far, one for each backward pass outside of `no_sync()`.
         skipped_steps: those whose gradients are NaN because one of any rank was not finite.
         failure: why the last step failed; None if it did not.
+        compressor: the chosen pairing of selector and collective.
         outcomes: what the last step did, bucket by bucket; parameters below `dense_below` apart.
     """
 
@@ -149,12 +139,12 @@ class SparseHookState:
                 f"dense_below must be a number of elements, 0 or more, got {dense_below!r}"
             )
         ratio = None if global_density is None else global_density / density
-        self._configure(_Choices(compressor, collective, wire, ratio, dense_below, seed), density)
+        self._configure(Choices(compressor, collective, wire, ratio, dense_below, seed), density)
         self.attach(model_or_named_parameters, comm, scaler=scaler)
 
-    def _configure(self, choices: _Choices, density: float) -> None:
+    def _configure(self, choices: Choices, density: float) -> None:
         self._choices = choices
-        self._compressor: Compressor = make_compressor(
+        self.compressor: Compressor = make_compressor(
             choices.compressor, choices.collective, choices.wire, choices.winners_per_pick
         )
         self._density = density
@@ -162,6 +152,7 @@ class SparseHookState:
         self.skipped_steps = 0
         self.failure: DDLError | None = None
         self.outcomes: tuple[Outcome, ...] = ()
+        self._recorder = Recorder()
         self._owed: dict[str, Tensor] = {}  # by parameters that no cut has taken over yet
         self._cuts: dict[tuple[Place, ...], Cut] = {}
         self._members: list[NamedParameter] = []
@@ -169,7 +160,7 @@ class SparseHookState:
         self._ranks: int | None = None
         self._given_comm: Communicator | None = None
         self._loss_scale = LossScale(None)
-        self._room: _Room | None = None
+        self._room: Room | None = None
         self._spoilt = False  # what was picked in a step that failed is owed nowhere
         self._next = 0  # index of the bucket that is due
         self._launches = 0
@@ -212,18 +203,16 @@ class SparseHookState:
                 "expected a model or pairs of name and parameter, got something else; pass the "
                 "model, or model.named_parameters()"
             ) from error
-        shapes = {member.name: member.parameter.shape for member in members}
-        for name, owed in self._owed.items():
-            if shapes.get(name) != owed.shape:
-                raise ValueError(
-                    f"the state owes for a parameter {name!r} of shape {tuple(owed.shape)}, the "
-                    f"model has {'none' if name not in shapes else tuple(shapes[name])}; attach "
-                    "the model that the state was saved for"
-                )
         self._members = members
+        self.check_residuals(self._owed)
         self._names = {id(member.parameter): member.name for member in members}
         self._given_comm = comm
         self._loss_scale = LossScale(scaler)
+
+    @property
+    def totals(self) -> RunTotals:
+        """What all steps so far have cost, for `ddl.metrics.summary`."""
+        return self._recorder.totals
 
     @property
     def density(self) -> float:
@@ -250,6 +239,40 @@ class SparseHookState:
             owed.update(cut.owed())
         return {name: residual.cpu() for name, residual in owed.items()}
 
+    def check_residuals(self, owed: Mapping[str, Tensor]) -> None:
+        """Refuse residuals of another model.
+
+        Args:
+            owed: by parameter name.
+
+        Raises:
+            ValueError: one that fits no parameter.
+        """
+        shapes = {member.name: member.parameter.shape for member in self._members}
+        for name, residual in owed.items():
+            if shapes.get(name) != residual.shape:
+                raise ValueError(
+                    f"the state owes for a parameter {name!r} of shape {tuple(residual.shape)}, "
+                    f"the model has {tuple(shapes[name]) if name in shapes else 'none'}; attach "
+                    "the model that the state was saved for"
+                )
+
+    def restore(self, owed: Mapping[str, Tensor], step: int, skipped_steps: int) -> None:
+        """Owe this, and nothing else. Between two steps.
+
+        Args:
+            owed: as from `residuals`.
+            step: aggregations so far.
+            skipped_steps: see the attribute.
+
+        Raises:
+            ValueError: a residual that fits no parameter.
+        """
+        self.check_residuals(owed)
+        self._cuts.clear()
+        self._owed = dict(owed)
+        self.step, self.skipped_steps = step, skipped_steps
+
     def __getstate__(self) -> dict[str, Any]:
         """Settings, counts and residuals, as numbers, texts and tensors."""
         return {
@@ -268,7 +291,7 @@ class SparseHookState:
                 f"the pickled SparseHookState has format {saved.get('format')}, expected {FORMAT}; "
                 "load it with the version of ddl that saved it"
             )
-        self._configure(_Choices(**saved["choices"]), saved["density"])
+        self._configure(Choices(**saved["choices"]), saved["density"])
         self.step, self.skipped_steps = saved["step"], saved["skipped_steps"]
         self._owed = dict(saved["residuals"])
 
@@ -276,6 +299,7 @@ class SparseHookState:
         """End the background thread and free the communicators. Collective."""
         if self._room is not None:
             self._room.worker.close()
+            self._recorder.close()
             self._room.agreement.close()
             self.failure = DDLError("the state of sparse_hook is closed; make another DDP model")
 
@@ -298,12 +322,13 @@ class SparseHookState:
             f"step {self.step}, bucket {index} ({in_short(places)}), density {self._density:g}, "
             f"rank {room.comm.rank} of {room.comm.size}"
         )
-        launch = Launch(flat, last, self._label(places))
+        doing = f"step {self.step}, bucket {index}"
+        launch = Launch(flat, last, self._label(places), in_short(places))
         stream, density = room.streams[flat.device], self._density
         marks = stream.mark_caller({})
 
         def task() -> None:
-            room.comm.label = launch.label
+            room.comm.label, room.comm.doing = launch.label, doing
             try:
                 with stream.current():
                     stream.follow(marks.values())
@@ -324,7 +349,7 @@ class SparseHookState:
         room.worker.submit(task).add_done_callback(lambda done: self._settle(launch, done))
         return launch.result
 
-    def _meet(self) -> _Room:
+    def _meet(self) -> Room:
         """The other ranks, with whom the settings are agreed the first time. Collective."""
         if self._room is not None:
             return self._room
@@ -339,30 +364,14 @@ class SparseHookState:
                 f"DDP's process group has {self._ranks} ranks, ddl {comm.size}; pass "
                 "SparseHookState a comm= of the same ranks, made by ddl.communicator().split()"
             )
-        settings = Settings.from_environment()
-        choices = self._choices
-        config = ReducerConfig(
-            bucket_bytes=0,  # DDP's, which sees to it that ranks have the same buckets
-            dense_below=choices.dense_below,
-            backward_passes_per_step=1,
-            unused_parameters="zero",
-            density_warmup=(),
-            seed=choices.seed,
-            # In two levels a rank owes for a part of a bucket, and for another after a new cut.
-            hierarchical=False,
-            links=settings.links,
-        )
-        own, control = comm.duplicate(), comm.duplicate()
-        agreement = Agreement(own, control, self._compressor, config)
         try:
-            trainable = [m for m in self._members if m.parameter.requires_grad]
-            agreement.reach(trainable, self._density)
+            room = meet(comm, self._members, self.compressor, self._choices, self._density)
         except DDLError as error:
             self.failure = error
             raise
-        worker = Worker(f"ddl-hook-{comm.rank}", agreement.cancel)
-        self._room = _Room(own, agreement, worker, WorkerStreams(own))
-        return self._room
+        self._recorder.track = room.track
+        self._room = room
+        return room
 
     def _label(self, places: Sequence[Place]) -> int:
         """What ranks must have in common, so that one that is out of step is found out."""
@@ -371,7 +380,7 @@ class SparseHookState:
 
     # 2. Cut.
 
-    def _cut(self, room: _Room, index: int, places: tuple[Place, ...], flat: Tensor) -> Cut:
+    def _cut(self, room: Room, index: int, places: tuple[Place, ...], flat: Tensor) -> Cut:
         """The aggregators of a bucket, which owe what is owed for its parameters."""
         found = self._cuts.get(places)
         if found is None:
@@ -386,7 +395,7 @@ class SparseHookState:
                 return room.agreement.make_aggregator(UnmovedBucket(number, like, dense))
 
             dense_below = (
-                flat.numel() + 1 if self._compressor.is_dense else self._choices.dense_below
+                flat.numel() + 1 if self.compressor.is_dense else self._choices.dense_below
             )
             found = self._cuts[places] = Cut(places, flat, dense_below, make)
             found.take_over(self._owed)
@@ -394,15 +403,17 @@ class SparseHookState:
 
     # 4. End.
 
-    def _end(self, room: _Room) -> None:
+    def _end(self, room: Room) -> None:
         """The gradients of the step become averages, or NaN."""
         self._loss_scale.forget()
         finite = all(outcome.finite for launch in self._begun for outcome in launch.outcomes)
+        applied = Stopwatch()
         for launch in self._begun:
             stream = room.streams[launch.flat.device]
             with stream.current():
                 launch.end(finite)
                 stream.synchronize()  # what comes next runs on DDP's streams
+            applied.lap()
         if not finite:
             self.skipped_steps += 1
             logger.log(
@@ -413,7 +424,17 @@ class SparseHookState:
                 self.skipped_steps,
             )
         self.outcomes = tuple(o for launch in self._begun for o in launch.outcomes)
+        self._record(applied.spans, room.comm.size, finite)
         self.step += 1
+
+    def _record(self, applied: Sequence[Span], P: int, finite: bool) -> None:
+        backward = (self._begun[0].came, self._begun[-1].came)
+        buckets = [
+            bucket
+            for index, (launch, span) in enumerate(zip(self._begun, applied, strict=True))
+            for bucket in launch.metrics(index, P, backward[1], span)
+        ]
+        self._recorder.step(StepSpans(self.step, backward, buckets), finite)
 
     def _settle(self, launch: Launch, done: Future[None]) -> None:
         """Complete the futures of the step, once it has ended or failed."""
@@ -422,15 +443,7 @@ class SparseHookState:
             return
         if isinstance(failure, DDLError):
             self.failure, self._spoilt = failure, True
+            self._recorder.give_up()
         begun, self._begun = self._begun, []
         for each in begun if launch in begun else [*begun, launch]:
             each.complete(failure)
-
-
-class _Room(NamedTuple):
-    """What the worker thread works with."""
-
-    comm: Communicator
-    agreement: Agreement
-    worker: Worker
-    streams: WorkerStreams

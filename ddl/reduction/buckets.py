@@ -91,11 +91,15 @@ class Bucket:
         """Whether the entries of a parameter lie in that order in `flat`."""
         return not self._views[place].is_contiguous()
 
+    @property
+    def label(self) -> str:
+        """The names of its first and its last parameter."""
+        names = [member.name for member in self.members]
+        return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+
     def __str__(self) -> str:
         """For messages: the bucket's number and what is in it."""
-        names = [member.name for member in self.members]
-        what = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-        return f"bucket {self.index} ({what})"
+        return f"bucket {self.index} ({self.label})"
 
 
 def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
