@@ -34,6 +34,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     data.add_argument(
         "--train-tokens", type=shared.count, help="0: all; default: all of --text, else 400,000"
     )
+    data.add_argument(
+        "--held-out-tokens", type=shared.count, help="0: all; default: all of --text, else 50,000"
+    )
 
     training = parser.add_argument_group("training")
     training.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
@@ -67,7 +70,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args.tokenizer = args.tokenizer or ("words" if args.text else "code")
     if args.train_tokens is None:
         args.train_tokens = 0 if args.text else DEFAULT_TRAIN_TOKENS
-    args.held_out_tokens = 0 if args.text else DEFAULT_HELD_OUT_TOKENS
+    if args.held_out_tokens is None:
+        args.held_out_tokens = 0 if args.text else DEFAULT_HELD_OUT_TOKENS
     return args
 
 
