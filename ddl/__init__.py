@@ -1,5 +1,6 @@
 """ddl: data-parallel synchronous SGD with exact gradient sparsification, for slow networks."""
 
+from ddl import diagnostics
 from ddl.checkpoint import load_checkpoint, save_checkpoint
 from ddl.compressors import COMPRESSORS
 from ddl.ddp.hook import SparseHookState, sparse_hook
@@ -41,6 +42,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "communicator",
+    "diagnostics",
     "gather_object",
     "init",
     "load_checkpoint",

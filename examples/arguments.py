@@ -1,4 +1,4 @@
-"""The command line of train_resnet50.py. A wrong argument raises BadInput, which names the cure."""
+"""Command lines of the examples. A wrong argument raises BadInput, which names the cure."""
 
 import argparse
 import math
@@ -44,6 +44,7 @@ def number(
 positive_int = number(int, lambda value: value >= 1, "a whole number of 1 or more")
 count = number(int, lambda value: value >= 0, "a whole number of 0 or more")
 positive_float = number(float, lambda value: value > 0, "a number above 0")
+at_least_one = number(float, lambda value: value >= 1, "a number of 1 or more")
 not_negative = number(float, lambda value: value >= 0, "a number of 0 or more")
 momentum = number(float, lambda value: 0 <= value < 1, "a number in [0, 1)")
 density = number(
@@ -76,17 +77,22 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser without arguments yet."""
+    return _Parser(
+        prog=prog, description=description, formatter_class=_HelpFormatter, allow_abbrev=False
+    )
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; `arguments` stands in for it in tests.
 
     Raises:
         BadInput: an argument is unknown, or has a value that no run can use.
     """
-    parser = _Parser(
-        prog="train_resnet50.py",
-        description="Train an image classifier with sparsified gradients, one process per worker.",
-        formatter_class=_HelpFormatter,
-        allow_abbrev=False,
+    parser = make_parser(
+        "train_resnet50.py",
+        "Train an image classifier with sparsified gradients, one process per worker.",
     )
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", choices=DATASETS, default="digits", help="what to learn")
@@ -114,9 +120,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--seed", type=count, default=42, help="of weights and shuffling")
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
-    training.add_argument(
-        "--timeline", type=Path, help="file for a timeline of the first steps; DDL_TIMELINE"
-    )
+    add_timeline(training)
 
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument(
@@ -129,6 +133,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--resume", action="store_true", help="go on from the newest one in --checkpoint-dir"
     )
 
+    add_compression(parser)
+    args = parser.parse_args(arguments)
+    _check_together(args)
+    check_compression(args)
+    return args
+
+
+def add_timeline(group: Any) -> None:
+    """What `script.wrap` reads, too."""
+    group.add_argument(
+        "--timeline", type=Path, help="file for a timeline of the first steps; DDL_TIMELINE"
+    )
+
+
+def add_compression(parser: argparse.ArgumentParser) -> None:
+    """What `script.wrap` reads."""
     compression = parser.add_argument_group("gradient compression")
     compression.add_argument(
         "--compressor", choices=tuple(ddl.COMPRESSORS), default="gtopk", help="what is sent"
@@ -159,10 +179,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     compression.add_argument(
         "--dense-below", type=count, default=0, help="parameters smaller than this are sent whole"
     )
-
-    args = parser.parse_args(arguments)
-    _check_together(args)
-    return args
+    compression.add_argument(
+        "--diagnostics-every",
+        type=count,
+        default=0,
+        help="look into gradients and residuals of rank 0 every so many steps",
+    )
 
 
 def _check_together(args: argparse.Namespace) -> None:
@@ -194,6 +216,10 @@ def _check_together(args: argparse.Namespace) -> None:
                 f"{flag} without --checkpoint-dir, expected the folder of checkpoints; add "
                 "--checkpoint-dir PATH"
             )
+
+
+def check_compression(args: argparse.Namespace) -> None:
+    """Of the arguments of `add_compression`, those that need or exclude each other."""
     has_choice = args.compressor.endswith("gtopk")
     for flag, value in (
         ("--collective", args.collective),
@@ -208,4 +234,9 @@ def _check_together(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--wire {args.wire} with --compressor {args.compressor}, which sends no indices, "
             "expected another compressor; leave --wire out"
+        )
+    if args.diagnostics_every and args.compressor == "none":
+        raise BadInput(
+            "--diagnostics-every with --compressor none, which leaves nothing to look at, expected "
+            "another compressor; leave --diagnostics-every out"
         )

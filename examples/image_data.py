@@ -5,8 +5,6 @@ copy counts 16 times.
 """
 
 import gzip
-import math
-import struct
 from argparse import Namespace
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,9 +19,9 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
 
-FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
+from ddl.workloads.idx import FASHION_MNIST_DIR, read_labelled
+
 CIFAR10_DIR = Path("data/cifar10")
-UNSIGNED_BYTES = 0x08  # the type code of an idx file
 IMAGENET_SIZE = 224
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -144,58 +142,11 @@ def _digits(size: int) -> ImageData:
 
 
 def _fashion_mnist(folder: Path, size: int) -> ImageData:
-    if not folder.is_dir():
-        raise BadInput(
-            f"--data-dir {folder} is not a folder, expected the idx files of Fashion-MNIST; "
-            "run: apt-get install dataset-fashion-mnist"
-        )
-    parts = []
-    for prefix in ("train", "t10k"):
-        images = read_idx(folder / f"{prefix}-images-idx3-ubyte", dimensions=3)
-        labels = read_idx(folder / f"{prefix}-labels-idx1-ubyte", dimensions=1)
-        if len(images) != len(labels):
-            raise BadInput(
-                f"{folder}: {len(images)} images but {len(labels)} labels in the files {prefix}-*, "
-                "expected as many of both; fetch the files anew"
-            )
-        parts.append(SmallImages(images, labels, size))
-    return ImageData(*parts)
-
-
-def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an idx file of unsigned bytes, plain or as `path`.gz: magic, big-endian sizes, bytes.
-
-    Returns:
-        uint8, with as many dimensions as asked for.
-
-    Raises:
-        BadInput: there is no such file, or it is something else, or cut off.
-    """
-    packed = path.with_name(path.name + ".gz")
     try:
-        content = path.read_bytes() if path.is_file() else gzip.decompress(packed.read_bytes())
-    except FileNotFoundError as error:
-        raise BadInput(
-            f"no file {path} or {packed.name}, expected an idx file; give its folder as --data-dir"
-        ) from error
-    except (OSError, EOFError) as error:
-        raise BadInput(f"cannot read {packed}: {one_line(error)}; fetch the file anew") from error
-
-    magic, expected = content[:4], bytes((0, 0, UNSIGNED_BYTES, dimensions))
-    start = 4 + 4 * dimensions
-    if magic != expected or len(content) < start:
-        raise BadInput(
-            f"{path} starts with bytes {magic.hex()}, expected {expected.hex()} for an idx file of "
-            f"{dimensions} dimensions; fetch the file anew"
-        )
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
-    if len(content) - start != math.prod(shape):
-        raise BadInput(
-            f"{path} holds {len(content) - start} bytes of data, its header promises "
-            f"{math.prod(shape)}; fetch the file anew"
-        )
-    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return data[start:].view(shape)
+        parts = [read_labelled(folder, prefix) for prefix in ("train", "t10k")]
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    return ImageData(*(SmallImages(images, labels, size) for images, labels in parts))
 
 
 def _cifar10(folder: Path, download: bool, size: int) -> ImageData:

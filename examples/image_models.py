@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 from arguments import BadInput, one_line
-from resnet20 import ResNet20
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torchvision import models
+
+from ddl.workloads.resnet20 import ResNet20
 
 IMAGE_SIZES = (32, 64, 128, 224, 299)
 AUXILIARY_WEIGHT = 0.3  # Szegedy et al. 2014, arXiv 1409.4842, section 5

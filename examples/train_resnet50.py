@@ -26,7 +26,7 @@ import math
 import sys
 from argparse import Namespace
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ from arguments import BadInput, one_line, parse_arguments
 from data_order import Repeatable, ResumableSampler
 from image_data import ImageData, count_classes, load_data
 from image_models import IMAGE_SIZES, build_model, choose_image_size, training_loss
-from ranks import average_buffers, limit_threads, mean_over_ranks, on_all_ranks, rank_by_launcher
+from ranks import average_buffers, limit_threads, mean_over_ranks, on_all_ranks
 from run_log import RunLog
+from script import choose_device, engine_summary, run_script, watch, wrap
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -51,27 +52,7 @@ LASTING = ("dataset", "image_size", "batch_size", "base_lr", "momentum", "wd", "
 
 
 def main() -> int:
-    try:
-        ddl.init()
-    except (ddl.DDLError, ValueError) as problem:
-        if rank_by_launcher() == "0":
-            print(f"train_resnet50.py: {one_line(problem)}", file=sys.stderr)
-        return 2
-    try:
-        trainer = Trainer(parse_arguments())
-    except BadInput as problem:
-        if ddl.rank() == 0:
-            print(f"train_resnet50.py: {problem}", file=sys.stderr)
-        return 2
-    level = logging.INFO if ddl.rank() == 0 else logging.WARNING
-    logging.basicConfig(format="%(message)s", level=level)
-    try:
-        agree = trainer.run()
-    except ddl.GradientError as problem:  # a model that leaves a parameter out
-        sleep(ddl.rank() and 2)  # the other ranks most likely found the same: rank 0 speaks for all
-        ddl.communicator().abort(one_line(problem), status=2)
-    ddl.shutdown()
-    return 0 if agree else 1
+    return run_script("train_resnet50.py", lambda: Trainer(parse_arguments()))
 
 
 class Trainer:
@@ -102,6 +83,7 @@ class Trainer:
         if args.resume:
             on_all_ranks(self.resume)
         self.log = on_all_ranks(lambda: open_log(args, self.step))
+        self.diagnostics = on_all_ranks(lambda: watch(self.optimizer, args, self.log.folder))
 
     def make_optimizer(self) -> ddl.DistributedOptimizer:
         """SGD at the peak learning rate, wrapped."""
@@ -112,23 +94,7 @@ class Trainer:
             momentum=args.momentum,
             weight_decay=args.wd,
         )
-        try:
-            return ddl.DistributedOptimizer(
-                sgd,
-                named_parameters=self.model.named_parameters(),
-                compressor=args.compressor,
-                density=args.density,
-                density_warmup=ddl.DensityWarmup(args.density_warmup),
-                global_density=args.global_density,
-                collective=args.collective,
-                wire=args.wire,
-                hierarchical={"auto": None, "yes": True, "no": False}[args.hierarchical],
-                bucket_bytes=int(args.bucket_mb * 2**20),
-                dense_below=args.dense_below,
-                timeline=args.timeline,
-            )
-        except ValueError as error:
-            raise BadInput(one_line(error)) from error
+        return wrap(sgd, self.model, args)
 
     def learning_rate_factor(self, step: int) -> float:
         """Share of the peak learning rate in a step, counted from 0."""
@@ -216,6 +182,8 @@ class Trainer:
                 self.optimizer.metrics.density_actual,
             )
         self.optimizer.close()
+        if self.diagnostics:
+            self.diagnostics.close()
         return self.summarize(train_loss, val_accuracy)
 
     def train_epoch(self, epoch: int) -> float:
@@ -283,38 +251,24 @@ class Trainer:
         """Prints the line of results on rank 0 and writes it to summary.json."""
         args = self.args
         where = ddl.metrics.summary(self.optimizer)
-        digests = ddl.gather_object(ddl.parameters_digest(self.model))
-        agree = len(set(digests)) == 1
+        engine = engine_summary(self.model, self.optimizer, self.log, args)
         # The first step also compiles, allocates and starts threads.
         seconds = self.step_seconds[1:] or self.step_seconds
         summary = {
             "model": args.model,
             "dataset": args.dataset,
-            "P": ddl.size(),
-            "compressor": args.compressor,
-            "collective": self.optimizer.compressor.collective_name,
-            "wire": self.optimizer.compressor.wire.name,
-            "density": args.density,
-            "global_density": args.global_density,
-            "density_actual": self.log.mean("comm/density_actual"),
             "epochs": args.epochs,
             "steps": self.step,
             "val_accuracy": val_accuracy,
             "train_loss": train_loss,
             "images_per_second": args.batch_size * ddl.size() * len(seconds) / sum(seconds),
-            "bytes_sent_per_step": mean_over_ranks(self.log.mean("comm/bytes_sent")),
-            "bytes_dense_per_step": self.log.mean("comm/bytes_dense"),
-            "overlap_fraction": self.log.mean("comm/overlap_fraction"),
-            "costs": where.as_dict(),
-            "parameters_sha256": digests[0],
-            "parameters_agree": agree,
-            "torch": torch.__version__,
+            **engine,
         }
         logger.info("%s", where)
         text = self.log.finish(summary)
         if ddl.rank() == 0:
             print(text, flush=True)
-        return agree
+        return engine["parameters_agree"]
 
 
 def choose_model(args: Namespace) -> tuple[nn.Module, int]:
@@ -382,12 +336,6 @@ def warmup_then_cosine(epoch: float, warmup: float, epochs: int, start: float) -
         return start + (1 - start) * epoch / warmup
     progress = (epoch - warmup) / (epochs - warmup) if epochs > warmup else 1.0
     return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def choose_device(args: Namespace) -> torch.device:
-    if args.no_cuda or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", ddl.local_rank() % torch.cuda.device_count())
 
 
 def open_log(args: Namespace, step: int) -> RunLog:

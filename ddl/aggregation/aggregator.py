@@ -15,6 +15,7 @@ may still be given up:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ddl import kernels
 from ddl.aggregation.feedback import Feedback, advance
-from ddl.collectives import dense
+from ddl.collectives import Collected, dense
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.density import entries
@@ -54,6 +55,16 @@ class Outcome:
     started: float
     ended: float
     bytes_sent: int
+
+
+class Observation(NamedTuple):
+    """What `begin` of a sparse aggregator shows to an observer, who must not change or keep it."""
+
+    flat: Tensor  # this rank's gradient, times the loss scale
+    loss_scale: float
+    residual: Tensor  # the accumulated values that were not picked; 0 where one was
+    picks: SparseVector
+    collected: Collected
 
 
 class Aggregator(Protocol):
@@ -110,7 +121,11 @@ class Aggregator(Protocol):
 
 
 class SparseAggregator:
-    """Select, collect, repay."""
+    """Select, collect, repay.
+
+    Attributes:
+        observer: is shown every `begin`, on the thread that calls it; None: nobody looks.
+    """
 
     first = 0
 
@@ -145,6 +160,7 @@ class SparseAggregator:
         self._winners_per_pick = compressor.winners_per_pick
         self.feedback = feedback.of_bucket(numel, device)
         self._begun: _Begun | None = None
+        self.observer: Callable[[Observation], None] | None = None
 
     @property
     def residual(self) -> Tensor | None:
@@ -170,6 +186,9 @@ class SparseAggregator:
         ended = time.perf_counter()
 
         total, included = collected.total, collected.included
+        if self.observer is not None:
+            kept = self.feedback.residual
+            self.observer(Observation(flat, loss_scale, kept, picks, collected))
         self.feedback.owe(picks.where(~included))
         # As the gradient will hold it: scaled.
         values = (total.values / self._comm.size) * loss_scale

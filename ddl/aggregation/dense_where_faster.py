@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddl.aggregation.aggregator import Outcome, SparseAggregator
+from ddl.aggregation.aggregator import Observation, Outcome, SparseAggregator
 from ddl.aggregation.feedback import ErrorFeedback
 from ddl.collectives import Collective, dense
 from ddl.collectives.auto import Auto
@@ -71,6 +71,15 @@ class DenseWhereFaster:
     def draws(self) -> RandomK | None:
         """See `Aggregator.draws`."""
         return self._sparse.draws
+
+    @property
+    def observer(self) -> Callable[[Observation], None] | None:
+        """See `SparseAggregator.observer`; is not shown steps that send the bucket whole."""
+        return self._sparse.observer
+
+    @observer.setter
+    def observer(self, observer: Callable[[Observation], None] | None) -> None:
+        self._sparse.observer = observer
 
     @property
     def dense_average(self) -> Tensor | None:

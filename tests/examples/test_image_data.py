@@ -5,8 +5,10 @@ from argparse import Namespace
 import pytest
 import torch
 from arguments import BadInput, parse_arguments
-from image_data import SmallImages, count_classes, load_data, read_idx
+from image_data import SmallImages, count_classes, load_data
 from PIL import Image
+
+from ddl.workloads.idx import read_idx
 
 
 def arguments(*extra: object) -> Namespace:
@@ -75,7 +77,7 @@ def test_read_idx_reads_plain_and_gzip(tmp_path, packed):
 def test_broken_idx_files_are_told_apart(tmp_path, content, words):
     path = tmp_path / "images"
     path.write_bytes(content)
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ValueError) as caught:
         read_idx(path, dimensions=3)
     for word in [str(path), "fetch the file anew", *words]:
         assert word in str(caught.value)
@@ -83,7 +85,7 @@ def test_broken_idx_files_are_told_apart(tmp_path, content, words):
 
 def test_a_truncated_gzip_file_is_named(tmp_path):
     (tmp_path / "images.gz").write_bytes(gzip.compress(idx((4, 4, 4), bytes(64)))[:-12])
-    with pytest.raises(BadInput, match=r"images\.gz.*fetch the file anew"):
+    with pytest.raises(ValueError, match=r"images\.gz.*fetch the file anew"):
         read_idx(tmp_path / "images", dimensions=3)
 
 

@@ -9,7 +9,7 @@ from launch import ROOT
 # Each room may import those in rows below its own, and its own row.
 LAYERS = [
     ["ddl"],
-    ["ddl.checkpoint"],
+    ["ddl.checkpoint", "ddl.diagnostics"],
     ["ddl.ddp", "ddl.optimizer"],
     ["ddl.reduction"],
     ["ddl.gpus", "ddl.metrics", "ddl.state", "ddl.world"],
@@ -18,7 +18,7 @@ LAYERS = [
     ["ddl.selectors", "ddl.collectives", "ddl.density", "ddl.links", "ddl.nodes"],
     ["ddl.wires"],
     ["ddl.sparse", "ddl.comm", "ddl.settings"],
-    ["ddl.errors", "ddl.streams", "ddl.perfmodel"],
+    ["ddl.errors", "ddl.streams", "ddl.perfmodel", "ddl.workloads"],
     ["ddl.kernels"],
     ["ddl.csrc"],
 ]

@@ -16,6 +16,7 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut without parameters (the paper's option A)."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        """Random weights."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels_out)
@@ -36,6 +37,7 @@ class ResNet20(nn.Module):
     """Convolution, nine blocks, mean over the image, linear layer."""
 
     def __init__(self, num_classes: int = 10) -> None:
+        """Random weights, fan-out normal (He et al. 2015, arXiv 1502.01852)."""
         super().__init__()
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(16)

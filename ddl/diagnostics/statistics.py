@@ -1,0 +1,84 @@
+"""Numbers about one layer: what was accumulated, and what selecting from it has left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 41  # odd, so that zero has a bin of its own
+RANGE_IN_DEVIATIONS = 4.0
+# Shapes need no more entries than this; every so-manyth is taken. Norms are of all entries.
+LARGEST_SAMPLE = 2**18
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the values of a layer are distributed.
+
+    Attributes:
+        norm: Euclidean, of all values.
+        deviation: standard deviation.
+        kurtosis: fourth central moment over the squared variance; 3 for a Gaussian, 6 for a
+            Laplacian. NaN where all values are equal.
+        largest: the largest magnitude among the sampled values.
+        bound: the histogram runs from -bound to bound; what lies beyond is in the outermost bins.
+        counts: of the sampled values, in BINS equal bins.
+    """
+
+    norm: float
+    deviation: float
+    kurtosis: float
+    largest: float
+    bound: float
+    counts: list[int]
+
+
+def shape_of(values: Tensor) -> Shape:
+    """Describe finite values, float32 [at least 1], unchanged."""
+    norm = float(torch.linalg.vector_norm(values))
+    # An odd stride, so that it does not fall in step with the even sizes of layers.
+    stride = -(-values.numel() // LARGEST_SAMPLE) | 1
+    sample = values[::stride]
+    mean = sample.mean()
+    squares = (sample - mean).square_()
+    variance = float(squares.mean())
+    deviation = math.sqrt(variance)
+    fourth = float(squares.div_(variance).square_().mean()) if variance > 0 else math.nan
+    bound = RANGE_IN_DEVIATIONS * deviation or 1.0
+    counts = torch.histc(sample.clamp(-bound, bound), BINS, -bound, bound)
+    return Shape(
+        norm=norm,
+        deviation=deviation,
+        kurtosis=fourth,
+        largest=float(sample.abs().max()),
+        bound=bound,
+        counts=[int(count) for count in counts.tolist()],
+    )
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """What selecting k of d entries leaves of a vector u, beside what theory promises.
+
+    Shi et al., arXiv 1911.08772: for random-k, and any u, the expectation of the share left is
+    1 - k/d (equation 4); for top-k, and bell-shaped u, it is at most (1 - k/d)^2 (Theorem 1).
+
+    Attributes:
+        left: ||u - selected(u)||^2 / ||u||^2; 0 where u is zero.
+        bound_random: 1 - k/d.
+        bound_topk: (1 - k/d)^2.
+    """
+
+    left: float
+    bound_random: float
+    bound_topk: float
+
+
+def contraction(norm_left: float, norm: float, k: int, d: int) -> Contraction:
+    """Compare the Euclidean norms of u - selected(u) and of u, for k of d entries."""
+    kept = 1 - k / d
+    left = (norm_left / norm) ** 2 if norm > 0 else 0.0
+    return Contraction(left, kept, kept * kept)

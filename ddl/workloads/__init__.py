@@ -1,0 +1,1 @@
+"""Models and texts that examples and benchmarks share; nothing in it knows of the engine."""

@@ -1,0 +1,253 @@
+"""Diagnostics: laws of what they measure, and that nobody notices them."""
+
+import json
+import math
+
+import pytest
+import torch
+import toy
+
+import ddl
+from ddl.comm import threads
+from ddl.diagnostics import Diagnostics, plot
+from ddl.diagnostics.ages import LARGEST_SAMPLE, Ages
+from ddl.diagnostics.statistics import contraction, shape_of
+
+
+def read(directory):
+    lines = (directory / "diagnostics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def watch(comm, directory, steps=5, every=2, **kwargs):
+    """Trains, watched on rank 0; returns the model and the residuals."""
+    model = toy.make_model(seed=comm.rank)
+    optimizer = toy.wrap(model, **kwargs)
+    diagnostics = None
+    if directory is not None and comm.rank == 0:
+        diagnostics = Diagnostics(optimizer, every=every, directory=directory)
+    for step in range(steps):
+        optimizer.zero_grad()
+        toy.backward(model, comm.rank, step)
+        optimizer.step()
+    residuals = [aggregator.residual for _, aggregator in optimizer.reducer.owing]
+    optimizer.close()
+    if diagnostics:
+        diagnostics.close()
+    return model, residuals
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"compressor": "topk", "wire": "compact"},
+        {"compressor": "gaussiank-gtopk", "collective": "exact"},
+        {"compressor": "randomk"},
+        {"collective": "auto", "bucket_bytes": 200},
+        {"error_feedback": False},
+    ],
+    ids=str,
+)
+def test_watching_does_not_change_training_by_a_bit(tmp_path, kwargs, monkeypatch):
+    monkeypatch.setenv("DDL_LINKS", "1e-4,1e-6")
+    runs = [
+        threads.run(3, lambda comm, d=directory: watch(comm, d, **kwargs))
+        for directory in (tmp_path, None)
+    ]
+    watched, alone = ([ddl.parameters_digest(model) for model, _ in run] for run in runs)
+    assert watched == alone
+    for (_, mine), (_, theirs) in zip(*runs, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert (one is None and other is None) or torch.equal(one, other)
+    assert read(tmp_path)
+
+
+def test_every_layer_is_recorded_in_every_sampled_step(tmp_path):
+    threads.run(2, lambda comm: watch(comm, tmp_path, steps=5, every=2))
+    names = {name for name, _ in toy.make_model().named_parameters()}
+    records = read(tmp_path)
+    assert {(r["step"], r["layer"]) for r in records} == {(s, n) for s in (0, 2, 4) for n in names}
+    assert len(records) == 3 * len(names)
+
+
+def test_what_is_left_is_what_the_definition_says(tmp_path):
+    """With one rank and one step: accumulated is the gradient, and the residual what is left."""
+
+    def train(comm):
+        model = toy.make_model()
+        optimizer = toy.wrap(model)
+        diagnostics = Diagnostics(optimizer, every=1, directory=tmp_path)
+        toy.backward(model, 0, 0)
+        gradients = {name: p.grad.clone().flatten() for name, p in model.named_parameters()}
+        optimizer.step()
+        diagnostics.close()
+        return gradients
+
+    (gradients,) = threads.run(1, train)
+    everything = torch.cat(list(gradients.values()))
+    k = round(0.1 * everything.numel())
+    threshold = everything.abs().topk(k).values[-1]
+    records = {record["layer"]: record for record in read(tmp_path)}
+    assert sum(record["picked"] for record in records.values()) == k
+    for name, u in gradients.items():
+        record, rest = records[name], u.masked_fill(u.abs() >= threshold, 0.0)
+        assert record["contraction"] == pytest.approx(float(rest.norm() / u.norm()) ** 2, rel=1e-5)
+        assert record["picked"] == int((u.abs() >= threshold).sum())
+        assert record["residual_norm"] == pytest.approx(float(rest.norm()), rel=1e-5)
+        assert record["gradient"] == record["accumulated"]
+        assert record["gradient"]["norm"] == pytest.approx(float(u.norm()), rel=1e-5)
+        assert sum(record["gradient"]["counts"]) == u.numel()
+        assert record["overlap"] == record["included"] == (1.0 if record["picked"] else None)
+
+
+def test_the_residual_norm_is_that_of_the_residual(tmp_path):
+    results = threads.run(3, lambda comm: watch(comm, tmp_path, steps=3, every=1))
+    _, (residual,) = results[0]
+    last = [record["residual_norm"] for record in read(tmp_path) if record["step"] == 2]
+    assert math.hypot(*last) == pytest.approx(float(residual.norm()), rel=1e-5)
+
+
+def test_what_is_dropped_at_a_merge_is_not_included_and_stays_owed(tmp_path):
+    threads.run(3, lambda comm: watch(comm, tmp_path, every=1, collective="tree"))
+    records = [record for record in read(tmp_path) if record["picked"]]
+    assert all(0 <= record["included"] <= record["overlap"] <= 1 for record in records)
+    assert any(record["included"] < 1 for record in records)
+    threads.run(3, lambda comm: watch(comm, tmp_path, every=1, compressor="topk"))
+    assert all(r["included"] == r["overlap"] == 1 for r in read(tmp_path) if r["picked"])
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda generator: torch.randn(100_000, generator=generator),
+        lambda generator: (
+            torch.empty(100_000).exponential_(generator=generator)
+            * torch.randn(100_000, generator=generator).sign()
+        ),
+    ],
+    ids=["gaussian", "laplace"],
+)
+def test_exact_topk_of_bell_shaped_values_leaves_less_than_the_square_of_the_bound(draw, density):
+    u = draw(torch.Generator().manual_seed(3))
+    residual = torch.zeros_like(u)
+    k = round(density * u.numel())
+    ddl.kernels.accumulate_topk(u, residual, k)
+    measured = contraction(float(residual.norm()), float(u.norm()), k, u.numel())
+    assert measured.left <= measured.bound_topk < measured.bound_random
+
+
+def test_a_constant_vector_breaks_the_square_and_meets_the_bound_of_random_choice():
+    u, residual = torch.ones(1000), torch.zeros(1000)
+    ddl.kernels.accumulate_topk(u, residual, 100)
+    measured = contraction(float(residual.norm()), float(u.norm()), 100, 1000)
+    assert measured.left == pytest.approx(measured.bound_random)
+    assert measured.left > measured.bound_topk
+
+
+def test_kurtosis_tells_bell_shapes_apart():
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(2**18, generator=generator)
+    laplace = torch.empty(2**18).exponential_(generator=generator) * gaussian.sign()
+    assert shape_of(gaussian).kurtosis == pytest.approx(3, abs=0.1)
+    assert shape_of(laplace).kurtosis == pytest.approx(6, abs=0.5)
+    assert math.isnan(shape_of(torch.ones(5)).kurtosis)
+    assert shape_of(torch.zeros(3)).counts[20] == 3
+
+
+def test_ages_count_the_steps_since_an_entry_was_applied():
+    ages = Ages([2, 3], step=10)
+    ages.applied(torch.tensor([0, 4], dtype=torch.int32), step=10)
+    ages.applied(torch.tensor([4], dtype=torch.int32), step=11)
+    ages.applied(torch.tensor([2], dtype=torch.int32), step=12)
+    assert ages.of_layer(0, 12).tolist() == [2, 3]  # the second: never, for as long as the watch
+    assert ages.of_layer(1, 12).tolist() == [0, 3, 1]
+    ages.applied_all(13)
+    assert ages.of_layer(0, 14).tolist() == [1, 1]
+
+
+def test_ages_of_a_large_layer_are_those_of_a_sample():
+    ages = Ages([7, 10 * LARGEST_SAMPLE], step=0)
+    stride = 11
+    ages.applied(torch.tensor([7, 8, 7 + stride], dtype=torch.int32), step=3)
+    sample = ages.of_layer(1, 3)
+    assert len(sample) <= LARGEST_SAMPLE
+    assert sample[:3].tolist() == [0, 0, 4]
+    assert (sample == 0).sum() == 2
+
+
+def test_the_ages_of_a_run_are_those_of_its_picks(tmp_path):
+    """One rank; what it picks shows as a parameter that moves (without momentum)."""
+
+    def train(comm):
+        model = toy.make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = toy.wrap(model, sgd)
+        diagnostics = Diagnostics(optimizer, every=1, directory=tmp_path)
+        last = {name: torch.full(p.shape, -1) for name, p in model.named_parameters()}
+        expected = []
+        for step in range(6):
+            optimizer.zero_grad()
+            toy.backward(model, 0, step)
+            optimizer.step()
+            for name, p in model.named_parameters():
+                last[name][p.grad != 0] = step
+                expected.append((step, name, float((step - last[name]).double().mean())))
+        diagnostics.close()
+        return expected
+
+    (expected,) = threads.run(1, train)
+    found = {(r["step"], r["layer"]): r["age"]["mean"] for r in read(tmp_path)}
+    for step, name, mean in expected:
+        assert found[step, name] == pytest.approx(mean)
+
+
+def train_with_nan(comm, directory):
+    model = toy.make_model()
+    optimizer = toy.wrap(model)
+    diagnostics = Diagnostics(optimizer, every=1, directory=directory)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, labels = toy.batch(comm.rank, step)
+        inputs = inputs * float("nan") if step == 1 else inputs
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    diagnostics.close()
+    return optimizer.skipped_steps
+
+
+def test_a_skipped_step_is_not_recorded_and_makes_nothing_younger(tmp_path):
+    assert threads.run(1, lambda comm: train_with_nan(comm, tmp_path)) == [1]
+    assert {record["step"] for record in read(tmp_path)} == {0, 2}
+
+
+def test_a_resumed_watch_keeps_the_lines_of_earlier_steps(tmp_path):
+    threads.run(1, lambda comm: watch(comm, tmp_path, steps=4, every=1))
+
+    def go_on(comm):
+        optimizer = toy.wrap(toy.make_model())
+        optimizer.reducer.history = (2, 0, 2)
+        Diagnostics(optimizer, directory=tmp_path).close()
+
+    threads.run(1, go_on)
+    assert {record["step"] for record in read(tmp_path)} == {0, 1}
+
+
+def test_the_picture_is_drawn_at_the_end(tmp_path):
+    threads.run(1, lambda comm: watch(comm, tmp_path))
+    assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no records of diagnostics"):
+        plot(tmp_path / "elsewhere")
+
+
+def test_where_nothing_is_sparsified_there_is_nothing_to_watch(tmp_path):
+    def train(comm):
+        optimizer = toy.wrap(toy.make_model(), compressor="none")
+        with pytest.raises(ValueError, match=r"no bucket to watch.*another compressor than none"):
+            Diagnostics(optimizer, directory=tmp_path / "new")
+        with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+            Diagnostics(toy.wrap(toy.make_model()), every=0, directory=tmp_path / "new")
+
+    threads.run(1, train)
+    assert not (tmp_path / "new").exists()
