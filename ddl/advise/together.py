@@ -1,0 +1,39 @@
+"""Timing what all ranks do at once, as in training: the last rank counts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from ddl.collectives import messages
+from ddl.comm import Communicator
+
+
+class Samples:
+    """Repeated measurements of the same few numbers; the same on every rank.
+
+    Attributes:
+        rows: one a measurement, for each number the largest of all ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        """Nothing measured yet."""
+        self._comm = comm
+        self.rows: list[list[float]] = []
+
+    def add(self, mine: Sequence[float]) -> None:
+        """Take in what this rank has measured. Collective."""
+        everyone = messages.gather_objects(self._comm, list(mine))
+        self.rows.append([max(column) for column in zip(*everyone, strict=True)])
+
+    def medians(self) -> list[float]:
+        """Of each number over the measurements."""
+        return [statistics.median(column) for column in zip(*self.rows, strict=True)]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles, over the median: 0.05 is 5 %."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / middle if middle else 0.0
