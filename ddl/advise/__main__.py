@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +52,7 @@ def _measured(options: argparse.Namespace) -> tuple[Measurement, bool]:
     import torch
 
     from ddl import kernels
+    from ddl.advise.computation import cores
     from ddl.advise.workloads import load
     from ddl.world import init
 
@@ -62,7 +62,7 @@ def _measured(options: argparse.Namespace) -> tuple[Measurement, bool]:
             f"--network imagines workers, and there are {comm.size} to measure; start it alone, or "
             "leave out --network and --workers"
         )
-    threads = options.threads or max(1, _cores() // comm.local_size)
+    threads = options.threads or max(1, cores() // comm.local_size)
     torch.set_num_threads(threads)
     kernels.set_num_threads(threads)
     torch.manual_seed(0)
@@ -84,13 +84,6 @@ def _measured(options: argparse.Namespace) -> tuple[Measurement, bool]:
     return measurement, comm.rank == 0
 
 
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
 def _report(options: argparse.Namespace, measurement: Measurement) -> None:
     situation = measurement.situation
     predictions = [predict(situation, candidate) for candidate in situation.aggregations]
@@ -98,7 +91,12 @@ def _report(options: argparse.Namespace, measurement: Measurement) -> None:
     # With JSON on stdout, people read stderr.
     out = sys.stderr if options.json == "-" else sys.stdout
     print(report.table(situation, predictions, measurement.measured), file=out)
-    print(report.hiding_line(predictions, advice), file=out)
+    for line in (
+        report.busy_line(measurement.own_share),
+        report.hiding_line(predictions, advice),
+    ):
+        if line:
+            print(line, file=out)
     print(advice.sentence, file=out, flush=True)
     if options.json:
         answer = report.as_object(situation, predictions, advice, measurement.measured)

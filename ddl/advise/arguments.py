@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
-        default=7,
+        default=9,
         help="measurements of everything, in turns; medians count (default: %(default)s)",
     )
     parser.add_argument(
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--verify-steps",
         type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
-        default=3,
+        default=2,
         help="steps with each compressor in each round (default: %(default)s)",
     )
     parser.add_argument(

@@ -7,6 +7,8 @@ aggregation waits for it.
 
 from __future__ import annotations
 
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +56,7 @@ class Computation:
         parameters = [member.parameter for member in self.members]
         self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
         self._steps = Samples(comm)
+        self._shares: list[float] = []
 
     def on_gradient(self, index: int, place: int) -> None:
         """See `ddl.hooks.Listener`."""
@@ -68,7 +71,7 @@ class Computation:
         """
         self._optimizer.zero_grad()
         messages.barrier(self._comm)
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         batch = self._workload.make_batch()
         read = time.perf_counter()
         loss = self._workload.loss(batch)
@@ -79,10 +82,21 @@ class Computation:
         self._optimizer.step()
         self._optimizer.zero_grad()
         updated = time.perf_counter()
-        if count:
-            self._steps.add(
-                [*(t - begin for t in (read, forward, *self._ready, backward)), updated - backward]
-            )
+        if not count:
+            return
+        moments = (read, forward, *self._ready, backward)
+        self._steps.add([*(moment - begin for moment in moments), updated - backward])
+        shares = messages.gather_objects(
+            self._comm, (time.process_time() - used) / (updated - begin)
+        )
+        self._shares.append(sum(shares) / len(shares))
+
+    @property
+    def own_share(self) -> float:
+        """Of the cores that these ranks could use, what they got, if all hosts are alike."""
+        ranks = self._comm.local_size
+        usable = min(cores(), ranks * torch.get_num_threads())
+        return min(1.0, statistics.median(self._shares) * ranks / usable)
 
     def beside(self, work: Callable[[], None]) -> tuple[float, float]:
         """Run a backward pass, and `work` in a thread beside it. Collective.
@@ -146,3 +160,11 @@ class Computation:
         """Let go of the parameters."""
         for handle in self._handles:
             handle.remove()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1

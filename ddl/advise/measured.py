@@ -26,7 +26,6 @@ from ddl.perfmodel import plans
 from ddl.perfmodel.contention import Sharing
 from ddl.perfmodel.plans import Linear
 
-PLAIN_STEPS = 2  # a round
 LONGEST_SECONDS = 0.5  # of one aggregation: a larger bucket is not tried but extrapolated
 
 
@@ -37,10 +36,13 @@ class Measurement:
     Attributes:
         situation: to predict from.
         measured: seconds of a step and their spread, by candidate, where trials were wanted.
+        own_share: of the cores that these ranks could use, what they got; the rest other programs
+            took. None where nothing was measured.
     """
 
     situation: Situation
     measured: Mapping[Candidate, tuple[float, float]]
+    own_share: float | None = None
 
 
 def measure(
@@ -94,11 +96,10 @@ def measure(
     )
     for turn in bar:
         count = turn > 0  # the first round warms up
-        for _ in range(PLAIN_STEPS):
-            computation.step(count)
-        if count:
-            t_b = computation.profile().t_b
         for place, probe in enumerate(probes):
+            computation.step(count)  # so often, to be spread over the time of all that follows
+            if count:
+                t_b = computation.profile().t_b
             probe.measure(computation, t_b, count)
             if trials:
                 trials[place].run(verify_steps if count else 1, count)
@@ -124,7 +125,7 @@ def measure(
     for trial in trials:
         trial.close()
     computation.close()
-    return Measurement(situation, measured)
+    return Measurement(situation, measured, computation.own_share)
 
 
 def plan_of(computation: Computation, bucket_bytes: int) -> plans.Plan:

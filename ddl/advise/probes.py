@@ -65,6 +65,7 @@ class Probe:
         owing = sorted(self._optimizer.reducer.owing, key=lambda pair: -pair[0].flat.numel())
         self._rooms: list[tuple[Bucket, Aggregator]] = owing
         self._alone = [Samples(comm) for _ in sizes]
+        self._times = 0  # aggregations beside a backward pass, about as long as that
         self._beside = Samples(comm)
 
     def measure(self, computation: Computation, t_b: float, count: bool = True) -> None:
@@ -82,20 +83,20 @@ class Probe:
         if not count:
             return
         bucket, aggregator = self._rooms[0]
-        select, communicate, *_ = self._alone[0].medians()
-        times = min(MOST_BESIDE, max(1, round(t_b / max(1e-6, select + communicate))))
+        if not self._times:
+            select, communicate, *_ = self._alone[0].medians()
+            wanted = round(t_b / max(1e-6, select + communicate))
+            self._times = min(MOST_BESIDE, max(1, wanted))
         bucket.flat.copy_(self._gradient[: bucket.flat.numel()])
 
         def work() -> None:
-            for turn in range(times):
-                outcome = aggregator.begin(bucket.flat, self._density)
-                if turn + 1 < times:
-                    _end(aggregator, bucket, outcome.finite)
+            for turn in range(self._times):
+                if turn:
+                    aggregator.apply(bucket.flat)
+                aggregator.begin(bucket.flat, self._density)
 
-        compute_ended, worker_ended = computation.beside(work)
-        _end(aggregator, bucket, True)
-        # Seconds for as many aggregations as would take 1 s alone, so that rounds can be compared.
-        self._beside.add([compute_ended, worker_ended, float(times)])
+        self._beside.add(computation.beside(work))
+        aggregator.apply(bucket.flat)
 
     def _aggregate(self, bucket: Bucket, aggregator: Aggregator) -> list[float]:
         """Seconds of selecting, of the rest of the background thread's work, of applying; bytes."""
@@ -104,7 +105,7 @@ class Probe:
         begin = time.perf_counter()
         outcome = aggregator.begin(bucket.flat, self._density)
         ended = time.perf_counter()
-        _end(aggregator, bucket, outcome.finite)
+        aggregator.apply(bucket.flat)
         applied = time.perf_counter()
         select = outcome.select_seconds
         return [select, ended - begin - select, applied - ended, float(outcome.bytes_sent)]
@@ -120,27 +121,13 @@ class Probe:
         select, communicate, apply, sent = (
             _line(dict(zip(sizes, column, strict=True))) for column in zip(*rows, strict=True)
         )
-        sharing = []
-        for compute_ended, worker_ended, times in self._beside.rows:
-            alone = times * (rows[0][0] + rows[0][1])
-            sharing.append(Sharing.observed(t_b, alone, compute_ended, worker_ended))
-        middle = len(sharing) // 2
-        shares = Sharing(
-            sorted(share.compute for share in sharing)[middle],
-            sorted(share.worker for share in sharing)[middle],
-        )
-        return Aggregation(select, communicate, apply, sent, shares)
+        alone = self._times * (rows[0][0] + rows[0][1])
+        sharing = Sharing.observed(t_b, alone, *self._beside.medians())
+        return Aggregation(select, communicate, apply, sent, sharing)
 
     def close(self) -> None:
         """Free the communicators. Collective."""
         self._optimizer.close()
-
-
-def _end(aggregator: Aggregator, bucket: Bucket, finite: bool) -> None:
-    if finite:
-        aggregator.apply(bucket.flat)
-    else:
-        aggregator.owe(bucket.flat)
 
 
 def _line(seconds: dict[int, float]) -> Linear:

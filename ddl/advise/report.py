@@ -86,6 +86,16 @@ def _number(value: float) -> str:
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
 
 
+def busy_line(own_share: float | None) -> str:
+    """A warning where other programs took a tenth of the cores, or more."""
+    if own_share is None or own_share > 0.9:
+        return ""
+    return (
+        f"These ranks got {own_share:.0%} of the cores they could use: other programs disturbed "
+        "the measurement."
+    )
+
+
 def hiding_line(predictions: Sequence[Prediction], advice: Advice) -> str:
     """At which density communication just hides; of the advised compressor, else the fastest."""
     sparse = [p for p in predictions if not p.candidate.is_dense and p.candidate.is_advisable]

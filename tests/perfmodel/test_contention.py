@@ -45,7 +45,11 @@ def test_a_worked_example():
     # 4 s, and of 2 s of backward pass 1 s is left. The first layer's message follows.
     profile = two_layers(t_io=0.5, t_u=0.25)
     both = shared(
-        profile, plans.layerwise(2), Linear(1.0, 0.0), sharing=Sharing(0.5, 0.5), apply=lambda n: 0.1
+        profile,
+        plans.layerwise(2),
+        Linear(1.0, 0.0),
+        sharing=Sharing(0.5, 0.5),
+        apply=lambda n: 0.1,
     )
     times = {span.task.name: (span.start, span.end) for span in both.spans}
     assert times == {
