@@ -1,8 +1,8 @@
 """How long the parts of a step take on all ranks at once, if nothing is aggregated.
 
 Gradients are brought into buckets as in training, by the same hooks, which tell when each parameter
-has its gradient. Every step begins at a barrier; of all ranks the last one counts, since an
-aggregation waits for it.
+has its gradient. Every step begins at a barrier. Of gradients, those of the last rank count, since
+an aggregation waits for them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Computation:
         ]
         parameters = [member.parameter for member in self.members]
         self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-        self._steps = Samples(comm)
+        self._ready_samples = Samples(comm, max)  # an aggregation waits for the last rank
+        self._part_samples = Samples(comm)
         self._shares: list[float] = []
 
     def on_gradient(self, index: int, place: int) -> None:
@@ -82,13 +83,14 @@ class Computation:
         self._optimizer.step()
         self._optimizer.zero_grad()
         updated = time.perf_counter()
+        cpu_seconds = time.process_time() - used
         if not count:
             return
-        moments = (read, forward, *self._ready, backward)
-        self._steps.add([*(moment - begin for moment in moments), updated - backward])
-        shares = messages.gather_objects(
-            self._comm, (time.process_time() - used) / (updated - begin)
+        self._ready_samples.add([moment - begin for moment in (*self._ready, backward)])
+        self._part_samples.add(
+            [read - begin, forward - read, backward - forward, updated - backward]
         )
+        shares = messages.gather_objects(self._comm, cpu_seconds / (updated - begin))
         self._shares.append(sum(shares) / len(shares))
 
     @property
@@ -97,6 +99,11 @@ class Computation:
         ranks = self._comm.local_size
         usable = min(cores(), ranks * torch.get_num_threads())
         return min(1.0, statistics.median(self._shares) * ranks / usable)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Of a backward pass, mean over ranks."""
+        return self._part_samples.medians()[2]
 
     def beside(self, work: Callable[[], None]) -> tuple[float, float]:
         """Run a backward pass, and `work` in a thread beside it. Collective.
@@ -140,18 +147,17 @@ class Computation:
         that come in another order, the last counts. The forward pass is not split: the first layer
         has all of it.
         """
-        read, forward, *ready, backward, update = self._steps.medians()
+        read, forward, _, update = self._part_samples.medians()
+        *ready, backward = self._ready_samples.medians()
         ready[0] = backward
-        latest = forward
+        latest = read + forward
         ends = [latest]
         for moment in reversed(ready):
             latest = max(latest, moment)
             ends.append(latest)
         t_b = [end - start for start, end in pairwise(ends)][::-1]
         layers = tuple(
-            LayerProfile(
-                member.name, member.parameter.numel(), forward - read if i == 0 else 0.0, t_b[i]
-            )
+            LayerProfile(member.name, member.parameter.numel(), forward if i == 0 else 0.0, t_b[i])
             for i, member in enumerate(self.members)
         )
         return IterationProfile(layers, t_io=read, t_u=update, batch=self._workload.batch)

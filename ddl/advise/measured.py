@@ -99,7 +99,7 @@ def measure(
         for place, probe in enumerate(probes):
             computation.step(count)  # so often, to be spread over the time of all that follows
             if count:
-                t_b = computation.profile().t_b
+                t_b = computation.backward_seconds
             probe.measure(computation, t_b, count)
             if trials:
                 trials[place].run(verify_steps if count else 1, count)
@@ -112,7 +112,7 @@ def measure(
         plan,
         links,
         {
-            candidate: probe.aggregation(profile.t_b)
+            candidate: probe.aggregation(computation.backward_seconds)
             for candidate, probe in zip(candidates, probes, strict=True)
         },
     )

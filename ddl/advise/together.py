@@ -1,9 +1,9 @@
-"""Timing what all ranks do at once, as in training: the last rank counts."""
+"""Timing what all ranks do at once, as in training."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddl.collectives import messages
 from ddl.comm import Communicator
@@ -13,18 +13,27 @@ class Samples:
     """Repeated measurements of the same few numbers; the same on every rank.
 
     Attributes:
-        rows: one a measurement, for each number the largest of all ranks.
+        rows: one a measurement.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        """Nothing measured yet."""
+    def __init__(
+        self, comm: Communicator, over_ranks: Callable[[list[float]], float] = statistics.fmean
+    ) -> None:
+        """Nothing measured yet.
+
+        Args:
+            comm: the ranks.
+            over_ranks: what becomes of the numbers of all ranks. The mean for parts, so that they
+                add up; `max` for moments that all ranks have to wait for.
+        """
         self._comm = comm
+        self._over_ranks = over_ranks
         self.rows: list[list[float]] = []
 
     def add(self, mine: Sequence[float]) -> None:
         """Take in what this rank has measured. Collective."""
         everyone = messages.gather_objects(self._comm, list(mine))
-        self.rows.append([max(column) for column in zip(*everyone, strict=True)])
+        self.rows.append([self._over_ranks(list(c)) for c in zip(*everyone, strict=True)])
 
     def medians(self) -> list[float]:
         """Of each number over the measurements."""
