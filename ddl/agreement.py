@@ -48,6 +48,8 @@ class ReducerConfig:
     """Of random choices that ranks must make alike."""
     hierarchical: bool | None = None
     """Whether to aggregate in two levels; None: where it pays."""
+    plan_buckets: bool = False
+    """Whether buckets are planned anew from the first steps; see `ddl.planning`."""
     links: str | None = None
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
 

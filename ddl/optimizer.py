@@ -74,7 +74,7 @@ class DistributedOptimizer(Optimizer):
         hierarchical: bool | None = None,
         backward_passes_per_step: int = 1,
         unused_parameters: str = "error",
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | str | None = None,
         dense_below: int = 0,
         seed: int = 0,
         comm: Communicator | None = None,
@@ -107,6 +107,8 @@ class DistributedOptimizer(Optimizer):
             unused_parameters: "error", or "zero" for models in which some parameters get no
                 gradient in some steps: it then counts as zero on this rank.
             bucket_bytes: gradient bytes aggregated together; default DDL_FUSION_THRESHOLD, 25 MiB.
+                "auto" begins with that, and after five steps moves parameters into buckets planned
+                from measured times, if that is predicted to save 3 % of a step.
             dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
             seed: of random-k's draws; the same on every rank.
             comm: the ranks; default those of `ddl.init()`.
@@ -144,9 +146,10 @@ class DistributedOptimizer(Optimizer):
         if hierarchical not in (None, True, False):
             raise ValueError(f"hierarchical must be True, False or None, got {hierarchical!r}")
         settings = Settings.from_environment()
-        bucket_bytes = settings.bucket_bytes if bucket_bytes is None else bucket_bytes
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        planned = bucket_bytes == "auto"
+        bucket_bytes = settings.bucket_bytes if bucket_bytes in (None, "auto") else bucket_bytes
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f'bucket_bytes must be at least 1, got {bucket_bytes!r}; or "auto"')
         comm = communicator() if comm is None else comm
         members = _named(optimizer, named_parameters)
         trainable = [member for member in members if member.parameter.requires_grad]
@@ -177,6 +180,7 @@ class DistributedOptimizer(Optimizer):
                 density_warmup=density_warmup.densities if density_warmup else (),
                 seed=seed,
                 hierarchical=hierarchical,
+                plan_buckets=planned,
                 links=settings.links,
             ),
             stall_check_seconds=settings.stall_check_seconds,

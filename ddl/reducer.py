@@ -36,6 +36,7 @@ from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
 from ddl.hooks import check_unclaimed, listen
 from ddl.metrics import StepMetrics, overlap_fraction
+from ddl.planning import Planner, can_plan, carry_over
 from ddl.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Reducer:
         self.taken = 0
         self._discarded = 0
         self._config = config
+        self._compressor = compressor
         self._comm = comm.duplicate()  # the worker thread's
         self._control = comm.duplicate()  # the caller's
         self._agreement = Agreement(self._comm, self._control, compressor, config)
@@ -98,8 +100,14 @@ class Reducer:
         self._outcomes: list[Outcome] = []
         self._overlap = 0.0
         self._wait_seconds = 0.0
+        self._planner: Planner | None = None
         self._start_step()
         self.add(members)
+        if config.plan_buckets and comm.size > 1:
+            if can_plan(self._buckets, self._aggregators):
+                self._planner = Planner(self._buckets, self._control)
+            else:
+                logger.warning('bucket_bytes="auto" has no effect: parameters are of several kinds')
 
     def add(self, members: Sequence[NamedParameter], *, within_step: bool = False) -> None:
         """Take in more parameters, in buckets behind the present ones. Collective.
@@ -133,14 +141,27 @@ class Reducer:
                 members, config.bucket_bytes, config.dense_below, first_index=len(self._buckets)
             )
             for bucket in added:
-                self._buckets.append(bucket)
-                self._aggregators.append(self._agreement.make_aggregator(bucket))
+                self._append(bucket)
                 self._marks.append(self._streams[bucket.flat.device].mark_caller({}))
                 self._passes.append([int(id(m.parameter) in counted) for m in bucket.members])
                 self._unready.append(len(bucket.members))
-                for place, member in enumerate(bucket.members):
-                    handle = listen(self, member.parameter, bucket.index, place)
-                    self._hooks[id(member.parameter)] = handle
+        self._planner = None  # it knows only the first ones
+
+    def _append(self, bucket: Bucket) -> None:
+        self._buckets.append(bucket)
+        self._aggregators.append(self._agreement.make_aggregator(bucket))
+        for place, member in enumerate(bucket.members):
+            handle = listen(self, member.parameter, bucket.index, place)
+            self._hooks[id(member.parameter)] = handle
+
+    def _regroup(self, groups: Sequence[Sequence[NamedParameter]]) -> None:
+        """Move all parameters, with what is owed for them, into other buckets; between steps."""
+        before = list(self.owing)
+        self._unhook()
+        self._buckets, self._aggregators = [], []
+        for group in groups:
+            self._append(Bucket(len(self._buckets), group, dense=before[0][0].dense))
+        carry_over(before, list(self.owing))
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is in a bucket."""
@@ -183,6 +204,8 @@ class Reducer:
                     "backward_passes_per_step= the number of backward passes per step"
                 )
             bucket.absorb(place)
+            if self._planner is not None:
+                self._planner.saw_gradient(index, place)
             self._streams[bucket.flat.device].mark_caller(self._marks[index])
             passes[place] += 1
             if passes[place] == expected:
@@ -210,13 +233,17 @@ class Reducer:
         flat, density = bucket.flat.data, self.density
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
+        planner = self._planner
 
         def task() -> Outcome:
             comm.label = label
+            used = time.thread_time()
             with stream.current():
                 stream.follow(marks.values())
                 outcome = begin(flat, density)
                 stream.synchronize()  # what comes next runs on the caller's streams
+            if planner is not None:
+                planner.saw_work(index, time.thread_time() - used)
             return outcome
 
         self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))
@@ -292,11 +319,22 @@ class Reducer:
                 aggregator.apply(bucket.flat)
             else:
                 aggregator.owe(bucket.flat)
+        if self._planner is not None and finite:
+            self._plan(self._planner)
         for parameter in frozen_without_gradient:
             parameter.grad = None
         self.step += 1
         self._start_step()
         return finite
+
+    def _plan(self, planner: Planner) -> None:
+        """Take in a step, and plan after enough of them."""
+        planner.end_step(self._outcomes)
+        if planner.due:
+            self._planner = None
+            groups = planner.plan(self._compressor, self.density)
+            if groups is not None:
+                self._regroup(groups)
 
     def discard(self) -> None:
         """Forget the gradients since the last step, as torch does at `zero_grad`. Collective."""
@@ -376,11 +414,15 @@ class Reducer:
             residual_norm=math.hypot(*norms),
         )
 
-    def close(self) -> None:
-        """Let go of the parameters, end the worker thread, free the communicators. Collective."""
+    def _unhook(self) -> None:
+        """Hear of no more gradients."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+
+    def close(self) -> None:
+        """Let go of the parameters, end the worker thread, free the communicators. Collective."""
+        self._unhook()
         self._worker.close()
         self._agreement.close()
 

@@ -25,9 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measurement, speaks = _offline(options) if options.offline else _measured(options)
         if speaks:
             _report(options, measurement)
-    except (BadInput, DDLError, ValueError) as error:
-        if not isinstance(error, BadInput) and not options.offline:
-            raise
+    except BadInput as error:
         if is_first_rank():
             print(f"python -m ddl.advise: {error}", file=sys.stderr)
         sys.exit(2)
@@ -56,7 +54,10 @@ def _measured(options: argparse.Namespace) -> tuple[Measurement, bool]:
     from ddl.advise.workloads import load
     from ddl.world import init
 
-    comm = init()
+    try:
+        comm = init()
+    except (DDLError, ValueError) as error:
+        raise BadInput(str(error)) from error
     if options.network is not None and comm.size > 1:
         raise BadInput(
             f"--network imagines workers, and there are {comm.size} to measure; start it alone, or "

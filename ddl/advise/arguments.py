@@ -138,10 +138,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         _check(options)
+        if options.bucket_bytes is None:
+            options.bucket_bytes = Settings.from_environment().bucket_bytes
     except ValueError as error:
         parser.error(str(error))
-    if options.bucket_bytes is None:
-        options.bucket_bytes = Settings.from_environment().bucket_bytes
     return options
 
 

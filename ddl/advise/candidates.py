@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ddl.collectives.by_size import EXACT_FROM
 from ddl.compressors import AUTO, GTOPK_CHOICES, make_compressor
@@ -53,7 +54,7 @@ class Candidate:
         return self.compressor != "randomk"
 
     @property
-    def arguments(self) -> dict[str, str]:
+    def arguments(self) -> dict[str, Any]:
         """For `ddl.DistributedOptimizer`."""
         choice = {} if self.choice is None else {"collective": self.choice}
         return {"compressor": self.compressor, **choice}

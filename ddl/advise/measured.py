@@ -27,6 +27,7 @@ from ddl.perfmodel.contention import Sharing
 from ddl.perfmodel.plans import Linear
 
 LONGEST_SECONDS = 0.5  # of one aggregation: a larger bucket is not tried but extrapolated
+REPEATS = 3  # in a round, of all candidates, where some take longer than that
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def measure(
         Trial(candidate, copy, density, bucket_bytes, comm)
         for candidate, copy in zip(candidates, copies, strict=False)
     ]
+    slow = [place for place, probe in enumerate(probes) if probe.largest < largest]
+    quick = [place for place in range(len(probes)) if place not in slow]
     t_b = 0.0
     bar = tqdm(
         range(rounds + 1),
@@ -96,11 +99,12 @@ def measure(
     )
     for turn in bar:
         count = turn > 0  # the first round warms up
-        for place, probe in enumerate(probes):
-            computation.step(count)  # so often, to be spread over the time of all that follows
+        # So often, to be spread over the time that the slowest take.
+        for place in slow + REPEATS * quick if slow and count else range(len(probes)):
+            computation.step(count)
             if count:
                 t_b = computation.backward_seconds
-            probe.measure(computation, t_b, count)
+            probes[place].measure(computation, t_b, count)
             if trials:
                 trials[place].run(verify_steps if count else 1, count)
     profile = computation.profile()

@@ -30,7 +30,11 @@ MOST_BESIDE = 50  # aggregations beside one backward pass
 
 
 class Probe:
-    """One candidate, aggregating two buckets again and again."""
+    """One candidate, aggregating two buckets again and again.
+
+    Attributes:
+        largest: elements of the larger one.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Probe:
             density: fraction of entries kept.
             comm: the ranks.
         """
+        self.largest = largest
         self._comm = comm
         self._density = density
         self._gradient = gradient

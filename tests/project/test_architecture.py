@@ -20,6 +20,7 @@ LAYERS = [
         "ddl.gpus",
         "ddl.hooks",
         "ddl.metrics",
+        "ddl.planning",
         "ddl.worker",
         "ddl.world",
     ],
