@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class Watched(NamedTuple):
     Attributes:
         t_b: of each parameter, in the order of the forward pass.
         select, communicate: of each bucket, in the order of launch.
-        busy: share of the background thread's time in which it used a core.
+        busy: share of the background thread's time in which it used a core or waited for one.
         step: of a whole step.
         crowded: the ranks of this machine have more threads than it has cores.
     """
@@ -95,9 +96,9 @@ class Planner:
         """The parameter at `place` of bucket `index` has its gradient now."""
         self._ready[self._layer[index][place]] = time.perf_counter()
 
-    def saw_work(self, index: int, cpu_seconds: float) -> None:
-        """The background thread has used a core so long for bucket `index`."""
-        self._cpu[index] = cpu_seconds
+    def saw_work(self, index: int, seconds: float) -> None:
+        """The background thread has so long used a core, or waited for one, for bucket `index`."""
+        self._cpu[index] = seconds
 
     def end_step(self, outcomes: Sequence[Outcome]) -> None:
         """A step is over."""
@@ -141,23 +142,21 @@ class Planner:
         seen = _mean(everyone)
         sizes = [member.parameter.numel() for member in self.members]
         old = _plan_of(self._sizes, len(self.members))
-        new, gain = choose(seen, sizes, old, compressor, density, self._comm.size, links)
+        best, gain = choose(seen, sizes, old, compressor, density, self._comm.size, links)
+        moves = gain >= LEAST_GAIN * seen.step
         logger.log(
             logging.INFO if self._comm.rank == 0 else logging.DEBUG,
-            "buckets: %s %d of %s M entries; the best %d would save %.1f ms of %.1f ms a step, "
-            "and %.0f %% is the least to move for (%s)",
-            "keeping" if new is old else "leaving",
-            len(old),
+            "buckets: %s of %s M entries; %s M would save %.3g ms of %.4g ms a step (%s)",
+            "leaving those" if moves else "keeping those",
             "+".join(f"{numel / 1e6:.3g}" for numel in self._numels),
-            len(new),
+            "+".join(f"{sum(sizes[place] for place in b) / 1e6:.3g}" for b in best),
             1e3 * gain,
             1e3 * seen.step,
-            100 * LEAST_GAIN,
             links,
         )
-        if new is old:
+        if not moves:
             return None
-        return [[self.members[place] for place in reversed(bucket)] for bucket in new]
+        return [[self.members[place] for place in reversed(bucket)] for bucket in best]
 
 
 def choose(
@@ -169,7 +168,7 @@ def choose(
     P: int,
     links: Links,
 ) -> tuple[Plan, float]:
-    """The best plan, if it saves enough, else the old one.
+    """The best plan, and the seconds of a step that it is predicted to save.
 
     Args:
         seen: the averages of all ranks.
@@ -179,12 +178,10 @@ def choose(
         density: fraction of entries kept.
         P: ranks.
         links: what messages cost.
-
-    Returns:
-        The plan, and the seconds of a step that the best plan is predicted to save.
     """
     numel = sum(sizes)
-    startup = 0.0 if P == 1 else links.seconds(_smallest(compressor, P, density))
+    # What one more bucket costs, whatever is in it.
+    startup = 0.0 if P == 1 else links.seconds(_cost(compressor, P, 1, density))
     communicate = _line(startup, sum(seen.communicate), len(old), numel)
     select = _line(BUCKET_SECONDS, sum(seen.select), len(old), numel)
     layers = tuple(
@@ -192,26 +189,31 @@ def choose(
         for i, (size, t) in enumerate(zip(sizes, seen.t_b, strict=True))
     )
     profile = IterationProfile(layers)
-    share = 1 - seen.busy / 2 if seen.crowded else 1.0
-    sharing = Sharing(share, share)
+    sharing = Sharing()
+    if seen.crowded:
+        # A thread that waits for another rank's thread to get a core hides nothing either, so no
+        # more than the links take counts as waiting.
+        network = _cost(compressor, P, numel, density).seconds(*astuple(links.between))
+        work = sum(seen.select) + sum(seen.communicate)
+        waits = min(1.0 - seen.busy, network / work) if work > 0 else 0.0
+        sharing = Sharing((1 + waits) / 2, (1 + waits) / 2)
 
     def seconds(plan: Plan) -> float:
         return shared(profile, plan, communicate, select, sharing).seconds
 
     best = plans.best(seen.t_b, sizes, communicate, select)
-    gain = seconds(old) - seconds(best)
-    worth_it = best != old and gain >= LEAST_GAIN * seen.step
-    return (best if worth_it else old), gain
+    return best, seconds(old) - seconds(best)
 
 
-def _smallest(compressor: Compressor, P: int, density: float) -> costs.Cost:
-    """Of a bucket of next to nothing: what one more bucket costs, whatever is in it."""
+def _cost(compressor: Compressor, P: int, numel: int, density: float) -> costs.Cost:
+    """Of a bucket of so many elements, by the formulas."""
+    k = entries(numel, density)
     if compressor.is_dense:
-        return costs.dense_ring(P, 1)
+        return costs.dense_ring(P, numel)
     if compressor.collective_name in costs.SPARSE:
-        return costs.SPARSE[compressor.collective_name](P, 1, costs.PLAIN_ENTRY_BYTES, None)
+        return costs.SPARSE[compressor.collective_name](P, k, costs.PLAIN_ENTRY_BYTES, None)
     # By the number of ranks, or chosen bucket by bucket: the butterfly has the fewest messages.
-    return costs.butterfly(P, entries(1, density), costs.PLAIN_ENTRY_BYTES)
+    return costs.butterfly(P, k, costs.PLAIN_ENTRY_BYTES)
 
 
 def _line(startup: float, total: float, buckets: int, numel: int) -> Linear:
@@ -284,6 +286,16 @@ def carry_over(
         for place, member in enumerate(bucket.members):
             part = bucket.part(aggregator.residual, place, aggregator.first)
             part.copy_(owed[id(member.parameter)])
+
+
+def core_seconds() -> float:
+    """How long this thread has used a core, or waited for its turn on one."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            used, waited, _ = file.read().split()
+        return (int(used) + int(waited)) / 1e9
+    except (OSError, ValueError):  # not Linux, or one that does not count the waits
+        return time.thread_time()
 
 
 def _cores() -> int:

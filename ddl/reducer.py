@@ -36,7 +36,7 @@ from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
 from ddl.hooks import check_unclaimed, listen
 from ddl.metrics import StepMetrics, overlap_fraction
-from ddl.planning import Planner, can_plan, carry_over
+from ddl.planning import Planner, can_plan, carry_over, core_seconds
 from ddl.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -237,13 +237,13 @@ class Reducer:
 
         def task() -> Outcome:
             comm.label = label
-            used = time.thread_time()
+            begun = 0.0 if planner is None else core_seconds()
             with stream.current():
                 stream.follow(marks.values())
                 outcome = begin(flat, density)
                 stream.synchronize()  # what comes next runs on the caller's streams
             if planner is not None:
-                planner.saw_work(index, time.thread_time() - used)
+                planner.saw_work(index, core_seconds() - begun)
             return outcome
 
         self._launched.append(_Launch(self._worker.submit(task), bucket.flat._version))

@@ -26,8 +26,9 @@ from ddl.perfmodel import plans
 from ddl.perfmodel.contention import Sharing
 from ddl.perfmodel.plans import Linear
 
-LONGEST_SECONDS = 0.5  # of one aggregation: a larger bucket is not tried but extrapolated
-REPEATS = 3  # in a round, of all candidates, where some take longer than that
+LONGEST_SECONDS = 3.0  # of one aggregation: a larger bucket is not tried but extrapolated
+SLOW_SECONDS = 0.5
+REPEATS = 3  # in a round, of the quick candidates, where others are slow
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,11 @@ def measure(
         Trial(candidate, copy, density, bucket_bytes, comm)
         for candidate, copy in zip(candidates, copies, strict=False)
     ]
-    slow = [place for place, probe in enumerate(probes) if probe.largest < largest]
+    slow = [
+        place
+        for place, candidate in enumerate(candidates)
+        if candidate.communicate(comm.size, density, links)(largest) > SLOW_SECONDS
+    ]
     quick = [place for place in range(len(probes)) if place not in slow]
     t_b = 0.0
     bar = tqdm(

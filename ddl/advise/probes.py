@@ -20,7 +20,6 @@ from ddl.aggregator import Aggregator
 from ddl.buckets import Bucket
 from ddl.collectives import messages
 from ddl.comm import Communicator
-from ddl.links import fit
 from ddl.optimizer import DistributedOptimizer
 from ddl.perfmodel.contention import Sharing
 from ddl.perfmodel.plans import Linear
@@ -30,11 +29,7 @@ MOST_BESIDE = 50  # aggregations beside one backward pass
 
 
 class Probe:
-    """One candidate, aggregating two buckets again and again.
-
-    Attributes:
-        largest: elements of the larger one.
-    """
+    """One candidate, aggregating two buckets again and again."""
 
     def __init__(
         self,
@@ -53,7 +48,6 @@ class Probe:
             density: fraction of entries kept.
             comm: the ranks.
         """
-        self.largest = largest
         self._comm = comm
         self._density = density
         self._gradient = gradient
@@ -136,8 +130,11 @@ class Probe:
 
 
 def _line(seconds: dict[int, float]) -> Linear:
-    """Through what was measured; 0 where that is 0."""
-    if min(seconds.values()) <= 0:
-        return Linear(0.0, max(seconds.values()) / max(seconds))
-    line = fit({size: value for size, value in seconds.items()})
-    return Linear(line.alpha, line.beta)
+    """Through both sizes; where that would be negative somewhere, as good at the larger one."""
+    (large, slow), *rest = sorted(seconds.items(), reverse=True)
+    for small, quick in rest:
+        each = (slow - quick) / (large - small)
+        startup = slow - each * large
+        if startup >= 0:
+            return Linear(startup, each) if each >= 0 else Linear(slow, 0.0)
+    return Linear(0.0, slow / large)
