@@ -99,7 +99,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rounds",
         type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
         default=9,
-        help="measurements of everything, in turns; medians count (default: %(default)s)",
+        help="measurements of everything, in turns, of which medians count; up to three times as "
+        "many where they scatter (default: %(default)s)",
     )
     parser.add_argument(
         "--verify", action="store_true", help="run steps with each compressor and time them, too"

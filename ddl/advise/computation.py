@@ -94,6 +94,11 @@ class Computation:
         self._shares.append(sum(shares) / len(shares))
 
     @property
+    def settled(self) -> bool:
+        """Whether the time of a backward pass is known well enough: see `Samples.settled`."""
+        return self._ready_samples.settled
+
+    @property
     def own_share(self) -> float:
         """Of the cores that these ranks could use, what they got, if all hosts are alike."""
         ranks = self._comm.local_size

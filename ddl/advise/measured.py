@@ -28,6 +28,7 @@ from ddl.perfmodel.plans import Linear
 
 LONGEST_SECONDS = 3.0  # of one aggregation: a larger bucket is not tried but extrapolated
 SLOW_SECONDS = 0.5
+MOST_ROUNDS = 3  # times as many as asked for, while medians are not settled
 REPEATS = 3  # in a round, of the quick candidates, where others are slow
 
 
@@ -65,7 +66,7 @@ def measure(
         density: fraction of entries kept.
         bucket_bytes: as for `ddl.DistributedOptimizer`.
         comm: the ranks; nothing else may use it meanwhile.
-        rounds: at least 1; medians over them count.
+        rounds: at least 1; medians over them count. Up to three times as many where they scatter.
         verify_steps: real steps with each candidate in each round.
 
     Raises:
@@ -96,22 +97,29 @@ def measure(
     quick = [place for place in range(len(probes)) if place not in slow]
     t_b = 0.0
     bar = tqdm(
-        range(rounds + 1),
         desc="measuring",
-        unit="round",
+        unit=" rounds",
         disable=comm.rank > 0 or not sys.stderr.isatty(),
         leave=False,
     )
-    for turn in bar:
+    for turn in range(1 + MOST_ROUNDS * rounds):
+        if turn > rounds and all(s.settled for s in (computation, *trials)):
+            break
+        bar.update()
         count = turn > 0  # the first round warms up
-        # So often, to be spread over the time that the slowest take.
-        for place in slow + REPEATS * quick if slow and count else range(len(probes)):
+        # Quick ones more often, to be spread over the time that slow ones take.
+        places = slow + (REPEATS if slow and count else 1) * quick
+        if turn > rounds and trials:
+            places = [place for place in places if not trials[place].settled]
+            computation.step()
+        for place in places:
             computation.step(count)
             if count:
                 t_b = computation.backward_seconds
             probes[place].measure(computation, t_b, count)
             if trials:
                 trials[place].run(verify_steps if count else 1, count)
+    bar.close()
     profile = computation.profile()
     situation = Situation(
         workload.name,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
 from ddl.collectives import messages
 from ddl.comm import Communicator
+
+SETTLED = 0.05
 
 
 class Samples:
@@ -38,6 +41,14 @@ class Samples:
     def medians(self) -> list[float]:
         """Of each number over the measurements."""
         return [statistics.median(column) for column in zip(*self.rows, strict=True)]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the median of the last number is known to about 5 %."""
+        values = [row[-1] for row in self.rows]
+        # Of a normal distribution half the distance of the quartiles is 0.6745 sigma, and the
+        # median of n values scatters by 1.25 sigma / sqrt(n).
+        return 1.25 / 0.6745 * spread(values) <= SETTLED * math.sqrt(len(values))
 
 
 def spread(values: Sequence[float]) -> float:

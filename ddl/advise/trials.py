@@ -75,6 +75,11 @@ class Trial:
         return self._samples.medians()[0]
 
     @property
+    def settled(self) -> bool:
+        """Whether that is known well enough: see `Samples.settled`."""
+        return self._samples.settled
+
+    @property
     def spread(self) -> float:
         """Of the rounds: see `together.spread`."""
         return spread([row[0] for row in self._samples.rows])
