@@ -103,7 +103,7 @@ def measure(
         leave=False,
     )
     for turn in range(1 + MOST_ROUNDS * rounds):
-        if turn > rounds and all(s.settled for s in (computation, *trials)):
+        if turn > rounds and computation.settled and all(trial.settled for trial in trials):
             break
         bar.update()
         count = turn > 0  # the first round warms up
