@@ -113,6 +113,7 @@ def measure(
             places = [place for place in places if not trials[place].settled]
             computation.step()
         for place in places:
+            computation.step(count=False)  # others have used the caches; trials warm up, too
             computation.step(count)
             if count:
                 t_b = computation.backward_seconds
