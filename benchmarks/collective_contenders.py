@@ -9,7 +9,7 @@ import torch
 from collective_rivals import MPI, published_tree
 from torch import Tensor
 
-from ddl.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.aggregator import SparseAggregator, aggregate
 from ddl.collectives import Collected, Collective, allgather, dense, gtopk
 from ddl.collectives.auto import Auto, Chooser
 from ddl.collectives.exact import Exact

@@ -2,7 +2,7 @@
 
 from ddl.checkpoint import load_checkpoint, save_checkpoint
 from ddl.compressors import COMPRESSORS
-from ddl.ddp_hook import SparseHookState, sparse_hook
+from ddl.ddp.hook import SparseHookState, sparse_hook
 from ddl.density import DensityWarmup
 from ddl.errors import (
     CommunicationError,

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddl.agreement import ReducerConfig
-from ddl.buckets import NamedParameter
 from ddl.comm import Communicator
 from ddl.compressors import make_compressor
 from ddl.density import DensityWarmup, check_density
 from ddl.errors import DDLError
 from ddl.metrics import StepMetrics
-from ddl.reducer import Reducer
+from ddl.reduction.agreement import ReducerConfig
+from ddl.reduction.buckets import NamedParameter
+from ddl.reduction.reducer import Reducer
 from ddl.settings import Settings
 from ddl.world import communicator
 

@@ -17,13 +17,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ddl import hooks
 from ddl.advise.together import Samples
 from ddl.advise.workloads import Workload
-from ddl.buckets import NamedParameter, make_buckets
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.perfmodel.iteration import IterationProfile, LayerProfile
+from ddl.reduction import hooks
+from ddl.reduction.buckets import NamedParameter, make_buckets
 
 LEARNING_RATE = 1e-3
 MOMENTUM = 0.9
@@ -60,7 +60,7 @@ class Computation:
         self._shares: list[float] = []
 
     def on_gradient(self, index: int, place: int) -> None:
-        """See `ddl.hooks.Listener`."""
+        """See `ddl.reduction.hooks.Listener`."""
         self._buckets[index].absorb(place)
         self._ready[self._layer[index][place]] = time.perf_counter()
 

@@ -16,13 +16,13 @@ from ddl.advise.candidates import Candidate
 from ddl.advise.computation import Computation
 from ddl.advise.situation import Aggregation
 from ddl.advise.together import Samples
-from ddl.aggregator import Aggregator
-from ddl.buckets import Bucket
+from ddl.aggregation.aggregator import Aggregator
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.optimizer import DistributedOptimizer
 from ddl.perfmodel.contention import Sharing
 from ddl.perfmodel.plans import Linear
+from ddl.reduction.buckets import Bucket
 
 SMALLER = 8  # times
 MOST_BESIDE = 50  # aggregations beside one backward pass

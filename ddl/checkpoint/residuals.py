@@ -19,7 +19,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ddl.reducer import Reducer
+from ddl.reduction.reducer import Reducer
 
 Range = tuple[int, int]  # entries of a bucket from the first number to below the second
 

@@ -6,7 +6,7 @@ on all ranks. So all decide alike without a word, once for each bucket length an
 Candidates differ in more than time. In the order of what they leave to later steps, which is the
 order in which near ties are settled: the dense all-reduce leaves nothing, the all-gather none of
 what was selected, the exact collective cuts the true sum, the butterfly and the tree cut at every
-merge. A dense all-reduce is not a sum of sparse vectors: see `ddl.dense_where_faster`.
+merge. A dense all-reduce is not a sum of sparse vectors: see `ddl.aggregation.dense_where_faster`.
 """
 
 from __future__ import annotations

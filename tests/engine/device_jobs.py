@@ -8,10 +8,10 @@ from emulator.emulated import EmulatedDriver
 from fake_nccl import FakeNccl
 from reference_operations import ReferenceOperations, padded
 
+from ddl.aggregation.device_aggregator import DevicePath
 from ddl.collectives import Collected
 from ddl.comm import threads
 from ddl.comm.nccl import NcclCommunicator
-from ddl.device_aggregator import DevicePath
 from ddl.kernels import CudaOperations
 from ddl.kernels.launch import NONFINITE, PADDING, REPORT_SIZE, Picks, Workspace
 from ddl.sparse import SparseVector

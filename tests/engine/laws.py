@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddl import kernels
-from ddl.aggregator import DenseAggregator, SparseAggregator, aggregate
+from ddl.aggregation.aggregator import DenseAggregator, SparseAggregator, aggregate
 from ddl.collectives import Collected, Collective, allgather, gtopk, messages
 from ddl.collectives.exact import Exact
 from ddl.comm import Communicator

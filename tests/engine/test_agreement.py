@@ -7,10 +7,10 @@ import torch
 from launch import ROOT
 from toy import backward, digests_equal, make_model, train, wrap
 
-from ddl import agreement
 from ddl.comm import threads
 from ddl.errors import DisagreementError
 from ddl.links import Line, Links
+from ddl.reduction import agreement
 
 # Between nodes 1 Gb/s; within, a hundred times as much.
 TWO_KINDS = "50e-6,9e-9,5e-6,9e-11"
@@ -29,7 +29,7 @@ def says(caplog):
     """What the engine has logged about levels."""
     caplog.set_level(logging.INFO, logger="ddl")
     return lambda: [
-        record.getMessage() for record in caplog.records if record.name == "ddl.agreement"
+        record.getMessage() for record in caplog.records if record.name == "ddl.reduction.agreement"
     ]
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from laws import Case, cases, same_on_every_rank, total_over_ranks
 
 from ddl import links
-from ddl.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.dense_where_faster import DenseWhereFaster
+from ddl.aggregation.hierarchy import make_aggregator
 from ddl.collectives.auto import BEST_FIRST, NEAR, Auto, Chooser
 from ddl.comm import SingleCommunicator, threads
 from ddl.compressors import Compressor, make_compressor
-from ddl.dense_where_faster import DenseWhereFaster
 from ddl.density import entries
 from ddl.errors import DDLError, DeadlineError
-from ddl.hierarchy import make_aggregator
 from ddl.links import Line, Links, fit, measure_links
 from ddl.perfmodel import costs
 from ddl.selectors import TopK

@@ -13,10 +13,10 @@ from torch import nn
 from toy import backward, sgd
 
 import ddl
-from ddl import agreement
 from ddl.checkpoint import files
 from ddl.comm import threads
 from ddl.errors import DDLError, DisagreementError
+from ddl.reduction import agreement
 
 STEPS, SAVED_AT, STEPS_PER_EPOCH = 60, 37, 20
 KINDS = [("none", None, None, None), *SPARSE_COMPRESSORS, ("gtopk", "auto", "plain", None)]

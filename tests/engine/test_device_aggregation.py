@@ -24,11 +24,11 @@ from laws import LAWS, Case, cases
 from reference_operations import ReferenceOperations
 
 import ddl
-from ddl.aggregator import DenseAggregator, SparseAggregator, aggregate
+from ddl.aggregation.aggregator import DenseAggregator, SparseAggregator, aggregate
+from ddl.aggregation.device_aggregator import DeviceAggregator, DeviceDenseAggregator
 from ddl.collectives import allgather, device, device_gtopk, gtopk
 from ddl.comm import threads
 from ddl.compressors import make_compressor
-from ddl.device_aggregator import DeviceAggregator, DeviceDenseAggregator
 from ddl.errors import CommunicationError, DeadlineError
 from ddl.sparse import Packet, SparseVector
 from ddl.wires import PLAIN

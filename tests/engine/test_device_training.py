@@ -18,11 +18,11 @@ from toy import backward, make_model, train, wrap
 
 import ddl
 from ddl import kernels
+from ddl.aggregation.device_aggregator import device_path
 from ddl.comm import nccl as nccl_room
 from ddl.comm import threads
 from ddl.comm.current import use
 from ddl.compressors import make_compressor
-from ddl.device_aggregator import device_path
 from ddl.errors import DeadlineError
 from ddl.streams import HostStream
 

@@ -10,7 +10,7 @@ from toy import backward, digests_equal, make_model, train, wrap
 
 import ddl
 from ddl import kernels
-from ddl.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.aggregator import SparseAggregator, aggregate
 from ddl.collectives import allgather, gtopk
 from ddl.collectives.exact import Exact
 from ddl.collectives.owners import lengthen, owners, shorten

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import Case, cases, same_on_every_rank, total_over_ranks
 
-from ddl.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.hierarchy import HierarchicalAggregator
 from ddl.collectives.auto import Auto, Chooser
 from ddl.comm import threads
 from ddl.compressors import Compressor, make_compressor
 from ddl.errors import CommunicationError, DDLError
-from ddl.hierarchy import HierarchicalAggregator
 from ddl.links import Line, Links
 from ddl.nodes import Place, Teams, group_by_node, two_levels
 from ddl.selectors import TopK

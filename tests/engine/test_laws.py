@@ -8,7 +8,7 @@ from launch import ROOT
 from laws import LAWS, Case, cases
 
 from ddl import kernels
-from ddl.aggregator import SparseAggregator, aggregate
+from ddl.aggregation.aggregator import SparseAggregator, aggregate
 from ddl.comm import SingleCommunicator, threads
 from ddl.compressors import make_compressor
 from ddl.selectors import GaussianK, Prediction, TopK

@@ -6,12 +6,12 @@ import pytest
 import torch
 from toy import backward, digests_equal, make_model, wrap
 
-from ddl import planning
 from ddl.comm import threads
 from ddl.compressors import make_compressor
 from ddl.links import Line, Links
 from ddl.perfmodel import plans
-from ddl.planning import LEAST_GAIN, Watched, choose
+from ddl.reduction import planning
+from ddl.reduction.planning import LEAST_GAIN, Watched, choose
 
 SIZES = [1_000_000] * 4
 LINKS = Links(Line(1e-4, 1e-8))
@@ -81,7 +81,7 @@ def test_what_is_owed_moves_with_its_parameter_to_the_bit(moving, monkeypatch, c
             m.name: b.part(a.residual, i).clone() for b, a in new for i, m in enumerate(b.members)
         }
 
-    monkeypatch.setattr("ddl.reducer.carry_over", spied)
+    monkeypatch.setattr("ddl.reduction.reducer.carry_over", spied)
 
     def work(comm):
         model = make_model()
@@ -198,7 +198,7 @@ def test_the_first_rank_says_what_it_decided(moving, caplog):
             optimizer.step()
 
     threads.run(2, work)
-    lines = [r.getMessage() for r in caplog.records if r.name == "ddl.planning"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "ddl.reduction.planning"]
     assert len(lines) == 1 and lines[0].startswith("buckets: leaving those of ")
 
 

@@ -20,11 +20,11 @@ from fake_nccl import TYPES, FakeNccl
 
 import ddl
 from ddl import kernels, streams
-from ddl.aggregator import aggregate
+from ddl.aggregation.aggregator import aggregate
+from ddl.aggregation.device_aggregator import DevicePath
 from ddl.comm import SingleCommunicator, threads
 from ddl.comm.nccl import NcclCommunicator, load_nccl
 from ddl.compressors import make_compressor
-from ddl.device_aggregator import DevicePath
 from ddl.errors import CommunicationError
 
 STEPS, RANKS = 6, 3

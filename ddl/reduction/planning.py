@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.buckets import Bucket, NamedParameter
+from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
@@ -33,6 +32,7 @@ from ddl.perfmodel import costs, plans
 from ddl.perfmodel.contention import Sharing, shared
 from ddl.perfmodel.iteration import IterationProfile, LayerProfile
 from ddl.perfmodel.plans import Linear, Plan
+from ddl.reduction.buckets import Bucket, NamedParameter
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Aggregators whose gradients, picks and messages stay on the device from begin to end.
 
-The algorithm is that of ddl.aggregator, and so are its results, to the bit. What differs is who
+The algorithm is that of ddl.aggregation.aggregator, and so are its results, to the bit. What differs is who
 waits: everything from the first kernel to the last is enqueued on the communication stream, whose
 host thread waits once, at the end, for a report of a few numbers. Until then nothing on the host
 depends on what the device has found.
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ddl import kernels, streams
-from ddl.aggregator import Aggregator, Outcome
+from ddl.aggregation.aggregator import Aggregator, Outcome
+from ddl.aggregation.device_selectors import DeviceSelector, LaunchedRandomK, launched
 from ddl.collectives import Collective, aligned, allgather, device, device_gtopk, gtopk
 from ddl.collectives.by_size import BySize
 from ddl.collectives.device import DeviceCollected, DeviceCollective, Padded
@@ -28,7 +29,6 @@ from ddl.comm.base import out_of_step
 from ddl.comm.nccl import NcclCommunicator
 from ddl.compressors import Compressor
 from ddl.density import entries
-from ddl.device_selectors import DeviceSelector, LaunchedRandomK, launched
 from ddl.errors import DDLError
 from ddl.kernels import CudaOperations
 from ddl.kernels.launch import COUNT, REPORT_SIZE, Picks, Workspace
@@ -145,7 +145,7 @@ def _without_form(compressor: Compressor) -> str:
 
 
 class DeviceAggregator:
-    """Select, collect, repay, without leaving the device. See `ddl.aggregator.Aggregator`."""
+    """Select, collect, repay, without leaving the device. See `ddl.aggregation.aggregator.Aggregator`."""
 
     first = 0
 
@@ -252,7 +252,7 @@ class _Begun(NamedTuple):
 
 
 class DeviceDenseAggregator:
-    """The plain average without leaving the device. See `ddl.aggregator.DenseAggregator`."""
+    """The plain average without leaving the device. See `ddl.aggregation.aggregator.DenseAggregator`."""
 
     first = 0
     draws = None

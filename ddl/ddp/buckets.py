@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.buckets import DTYPES, Bucket
+from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.errors import GradientError
+from ddl.reduction.buckets import DTYPES, Bucket
 
 PEEK = 64  # entries that nearly always tell a gradient from zeros
 

@@ -16,16 +16,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ddl.aggregator import Aggregator, DenseAggregator
-from ddl.buckets import Bucket, NamedParameter
+from ddl.aggregation.aggregator import Aggregator, DenseAggregator
+from ddl.aggregation.device_aggregator import DevicePath, device_path
+from ddl.aggregation.hierarchy import make_aggregator
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
-from ddl.device_aggregator import DevicePath, device_path
 from ddl.errors import DisagreementError
-from ddl.hierarchy import make_aggregator
 from ddl.links import Links, measure_links
 from ddl.nodes import Teams, find_nodes, two_levels
+from ddl.reduction.buckets import Bucket, NamedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ReducerConfig:
     hierarchical: bool | None = None
     """Whether to aggregate in two levels; None: where it pays."""
     plan_buckets: bool = False
-    """Whether buckets are planned anew from the first steps; see `ddl.planning`."""
+    """Whether buckets are planned anew from the first steps; see `ddl.reduction.planning`."""
     links: str | None = None
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
 

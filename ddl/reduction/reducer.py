@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.agreement import Agreement, ReducerConfig
-from ddl.buckets import Bucket, NamedParameter, make_buckets
+from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
@@ -34,10 +32,12 @@ from ddl.comm.base import LARGEST_LABEL
 from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor
 from ddl.errors import CommunicationError, DDLError, DeadlineError, GradientError
-from ddl.hooks import check_unclaimed, listen
 from ddl.metrics import StepMetrics, overlap_fraction
-from ddl.planning import Planner, can_plan, carry_over, core_seconds
-from ddl.worker import Worker
+from ddl.reduction.agreement import Agreement, ReducerConfig
+from ddl.reduction.buckets import Bucket, NamedParameter, make_buckets
+from ddl.reduction.hooks import check_unclaimed, listen
+from ddl.reduction.planning import Planner, can_plan, carry_over, core_seconds
+from ddl.reduction.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddl.aggregator import Outcome, SparseAggregator
+from ddl.aggregation.aggregator import Outcome, SparseAggregator
 from ddl.collectives import Collective, dense
 from ddl.collectives.auto import Auto
 from ddl.comm import Communicator
@@ -25,7 +25,7 @@ from ddl.selectors import RandomK
 
 
 class DenseWhereFaster:
-    """Sparse or dense, step by step. See `ddl.aggregator.Aggregator`."""
+    """Sparse or dense, step by step. See `ddl.aggregation.aggregator.Aggregator`."""
 
     first = 0
 

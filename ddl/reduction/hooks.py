@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ddl.buckets import NamedParameter
+from ddl.reduction.buckets import NamedParameter
 
 
 class Listener(Protocol):

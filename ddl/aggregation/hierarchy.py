@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from ddl import kernels
-from ddl.aggregator import Outcome, SparseAggregator
+from ddl.aggregation.aggregator import Outcome, SparseAggregator
+from ddl.aggregation.dense_where_faster import DenseWhereFaster, with_dense_steps
 from ddl.collectives import Collected, Collective, messages
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
-from ddl.dense_where_faster import DenseWhereFaster, with_dense_steps
 from ddl.errors import DDLError
 from ddl.nodes import Teams
 from ddl.selectors import RandomK
@@ -68,7 +68,7 @@ def make_aggregator(
 
 
 class HierarchicalAggregator:
-    """Reduce within nodes, aggregate across them, share. See `ddl.aggregator.Aggregator`.
+    """Reduce within nodes, aggregate across them, share. See `ddl.aggregation.aggregator.Aggregator`.
 
     Attributes:
         first: see `Aggregator.first`.

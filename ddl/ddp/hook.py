@@ -11,7 +11,7 @@ bucket after the other, in an order that is the same on every rank.
    first bucket waits: the ranks settle first that they were given the same model and settings.
 2. *Cut.* DDP makes its buckets anew after the first step. What is owed is known by the name of the
    parameter: a new bucket takes over what older ones owe for its parameters.
-3. *Begin.* Select, collect, repay, as `ddl.aggregator` says.
+3. *Begin.* Select, collect, repay, as `ddl.aggregation.aggregator` says.
 4. *End.* With the last bucket of a step it is known whether all gradients of all ranks were finite.
    If so they become averages; if not, all of them become NaN, on every rank, for a GradScaler or
    the script to skip the step, and what was finite is owed (of parameters that are aggregated
@@ -31,18 +31,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddl.aggregator import Aggregator, Outcome
-from ddl.agreement import Agreement, ReducerConfig, stable_hash
-from ddl.buckets import NamedParameter
+from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.comm import Communicator
 from ddl.comm.base import LARGEST_LABEL
 from ddl.comm.nccl import WorkerStreams
 from ddl.compressors import Compressor, make_compressor
-from ddl.ddp_buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_of
+from ddl.ddp.buckets import Cut, Launch, Place, UnmovedBucket, in_short, places_of
 from ddl.density import check_density
 from ddl.errors import DDLError
+from ddl.reduction.agreement import Agreement, ReducerConfig, stable_hash
+from ddl.reduction.buckets import NamedParameter
+from ddl.reduction.worker import Worker
 from ddl.settings import Settings
-from ddl.worker import Worker
 from ddl.world import init
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ddl import kernels
+from ddl.aggregation.feedback import ErrorFeedback
 from ddl.collectives import dense
 from ddl.comm import Communicator
 from ddl.compressors import Compressor
 from ddl.density import entries
 from ddl.errors import DDLError
-from ddl.feedback import ErrorFeedback
 from ddl.selectors import RandomK
 from ddl.sparse import SparseVector
 from ddl.wires import PLAIN

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddl.aggregator import Outcome
+from ddl.aggregation.aggregator import Outcome
 
 
 @dataclass(frozen=True)

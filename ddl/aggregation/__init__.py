@@ -1,0 +1,1 @@
+"""Aggregators: replace a flat gradient by its average over ranks, in full or in part."""

@@ -1,0 +1,1 @@
+"""The same aggregation as a communication hook of torch's DistributedDataParallel."""
