@@ -33,6 +33,7 @@ setup(
     # A top-level package called `kernels` would shadow an unrelated, popular one.
     packages=[
         "ddl",
+        "ddl.advise",
         "ddl.aggregation",
         "ddl.checkpoint",
         "ddl.collectives",

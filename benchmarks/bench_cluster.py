@@ -63,7 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         int, lambda value: 2 <= value <= MOST_HOSTS, f"a whole number from 2 to {MOST_HOSTS}"
     )
     parser.add_argument("--hosts", nargs="+", type=hosts, default=[8], help="how many")
-    parser.add_argument("--rate", type=_rate, default="1gbit", help="of every link")
+    parser.add_argument("--rate", type=rate, default="1gbit", help="of every link")
     parser.add_argument(
         "--numel", type=bench_arguments.numel, default=RESNET50, help="entries of the gradient"
     )
@@ -103,7 +103,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _rate(text: str) -> str:
+def rate(text: str) -> str:
     try:
         rate_of(text)
     except ValueError as error:
@@ -204,7 +204,7 @@ def run(options: argparse.Namespace, file: TextIO | None) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        signal.signal(number, end)
     try:
         check_machine()
         find_mpiexec()
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _end(number: int, frame: Any) -> None:
+def end(number: int, frame: Any) -> None:
     """End as after an error, so that the cluster is removed."""
     sys.exit(128 + number)
 

@@ -26,6 +26,7 @@ from ddl.reduction.join import Join
 from ddl.reduction.loss_scale import GradScaler, check_scaler, hold
 from ddl.reduction.naming import named, owned
 from ddl.reduction.reducer import Reducer
+from ddl.reduction.wrapper import Wrapper
 from ddl.settings import Settings
 from ddl.world import communicator
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 UNUSED_PARAMETERS = ("error", "zero")
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(Wrapper):
     """Wraps an optimizer so that `step()` applies the average gradient of all ranks.
 
     It shares the wrapped optimizer's `param_groups` and `state`, so schedulers and checkpoints made
@@ -59,10 +60,6 @@ class DistributedOptimizer(Optimizer):
         scaler: what scales the loss, None if nothing.
     """
 
-    # The wrapped optimizer may take the scaler's word for it (fused ones do); the scaler would not
-    # reach it through this wrapper, so it must unscale the gradients itself.
-    _step_supports_amp_scaling = False
-
     def __new__(cls, optimizer: Optimizer, *args: Any, **kwargs: Any) -> DistributedOptimizer:
         """A new wrapper, or `optimizer` itself if it is one."""
         return optimizer if isinstance(optimizer, cls) else super().__new__(cls)
@@ -81,7 +78,7 @@ class DistributedOptimizer(Optimizer):
         hierarchical: bool | None = None,
         backward_passes_per_step: int = 1,
         unused_parameters: str = "error",
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | str | None = None,
         dense_below: int = 0,
         scaler: GradScaler | None = None,
         momentum_correction: float = 0.0,
@@ -119,6 +116,8 @@ class DistributedOptimizer(Optimizer):
             unused_parameters: "error", or "zero" for models in which some parameters get no
                 gradient in some steps: it then counts as zero on this rank.
             bucket_bytes: gradient bytes aggregated together; default DDL_FUSION_THRESHOLD, 25 MiB.
+                "auto" begins with that, and after five steps moves parameters into buckets planned
+                from measured times, if that is predicted to save 3 % of a step.
             dense_below: parameters with fewer elements (biases, norms) are aggregated whole.
             scaler: the torch.amp.GradScaler that scales the loss, if one does. Residuals are then
                 in true units, whatever the scale, and `scaler.unscale_(optimizer)` and
@@ -176,17 +175,16 @@ class DistributedOptimizer(Optimizer):
         if hierarchical not in (None, True, False):
             raise ValueError(f"hierarchical must be True, False or None, got {hierarchical!r}")
         settings = Settings.from_environment()
-        bucket_bytes = settings.bucket_bytes if bucket_bytes is None else bucket_bytes
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        planned = bucket_bytes == "auto"
+        bucket_bytes = settings.bucket_bytes if bucket_bytes in (None, "auto") else bucket_bytes
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f'bucket_bytes must be at least 1, got {bucket_bytes!r}; or "auto"')
         comm = communicator() if comm is None else comm
         members = named(optimizer, named_parameters)
         trainable = [member for member in members if member.parameter.requires_grad]
         self._names = {id(member.parameter): member.name for member in members}
 
-        self._inner: Optimizer | None = None
-        super().__init__(optimizer.param_groups, optimizer.defaults)  # for torch's own hooks
-        self._inner = optimizer
+        super().__init__(optimizer)
         self.compressor = kind
         self._rank = comm.rank
         self._target_density = density
@@ -211,6 +209,7 @@ class DistributedOptimizer(Optimizer):
                 density_warmup=density_warmup.densities if density_warmup else (),
                 seed=seed,
                 hierarchical=hierarchical,
+                plan_buckets=planned,
                 timeline=TimelineConfig.of(settings, timeline),
                 links=settings.links,
                 feedback=feedback,
@@ -224,53 +223,11 @@ class DistributedOptimizer(Optimizer):
         if density_warmup is not None:
             self.set_epoch(0)
 
-    # What is shared with the wrapped optimizer. The base class assigns these in its constructor,
-    # before there is one.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's own list."""
-        return self._own_groups if self._inner is None else self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._inner is None:
-            self._own_groups = groups
-        else:
-            self._inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's own state."""
-        return {} if self._inner is None else self._inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._inner is not None:
-            self._inner.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapped optimizer has besides."""
-        inner = self.__dict__.get("_inner")
-        if inner is None:
-            raise AttributeError(name)
-        return getattr(inner, name)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer, and aggregate them from now on. Collective."""
-        if self._inner is None:
-            super().add_param_group(param_group)
-        else:
-            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
+        if self._inner is not None:
             self._adopt_new_parameters(within_step=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self._wrapped.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer."""
-        self._wrapped.load_state_dict(state_dict)
 
     # A step.
 
@@ -390,11 +347,6 @@ class DistributedOptimizer(Optimizer):
     # What checkpoints need besides.
 
     @property
-    def kind(self) -> str:
-        """The class of the wrapped optimizer."""
-        return type(self._wrapped).__name__
-
-    @property
     def reducer(self) -> Reducer:
         """What aggregates the gradients."""
         return self._reducer
@@ -423,19 +375,6 @@ class DistributedOptimizer(Optimizer):
         if not self._closed:
             self._closed = True
             self._reducer.close()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: a copy could not share the ranks' messages."""
-        raise TypeError(
-            "a DistributedOptimizer cannot be copied or pickled, expected its state_dict(); copy "
-            "that and load it into the copy's own optimizer"
-        )
-
-    @property
-    def _wrapped(self) -> Optimizer:
-        if self._inner is None:
-            raise DDLError("the optimizer is used before its constructor has ended")
-        return self._inner
 
     def _adopt_new_parameters(self, within_step: bool) -> None:
         """Take in parameters that were added or unfrozen since the last step."""

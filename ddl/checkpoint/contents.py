@@ -49,7 +49,8 @@ class Objects:
                         "state_dict(), or several by name"
                     )
             named.append({str(name): value for name, value in of_kind.items()})
-        return cls(*named, hooks=hooks)
+        models, optimizers, schedulers, scalers = named
+        return cls(models, optimizers, schedulers, scalers, hooks)
 
     @property
     def distributed(self) -> dict[str, DistributedOptimizer]:

@@ -52,6 +52,8 @@ class ReducerConfig:
     """Whether to aggregate in two levels; None: where it pays."""
     timeline: TimelineConfig | None = None
     """What is recorded, by all ranks or none."""
+    plan_buckets: bool = False
+    """Whether buckets are planned anew from the first steps; see `planning`."""
     links: str | None = None
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
     feedback: Feedback = PLAIN_FEEDBACK

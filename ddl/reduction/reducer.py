@@ -36,9 +36,11 @@ from ddl.metrics.recorder import Recorder, Stopwatch
 from ddl.metrics.timeline import StepSpans, open_track
 from ddl.reduction.agreement import Agreement, ReducerConfig
 from ddl.reduction.buckets import Bucket, NamedParameter, make_buckets
-from ddl.reduction.hooks import check_unclaimed, listen
+from ddl.reduction.holdings import Holdings
+from ddl.reduction.hooks import check_unclaimed
 from ddl.reduction.launches import Launch, Patience, glance
 from ddl.reduction.loss_scale import GradScaler, LossScale
+from ddl.reduction.planning import Planner, core_seconds, planner_of
 from ddl.reduction.readiness import Readiness
 from ddl.reduction.worker import Worker
 
@@ -93,14 +95,17 @@ class Reducer:
         self._stall_check_seconds = stall_check_seconds
         self._loss_scale = LossScale(scaler)
         self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
-        self._buckets: list[Bucket] = []
-        self._aggregators: list[Aggregator] = []
+        self._held = Holdings(self._agreement.make_aggregator)
         self._streams = WorkerStreams(self._comm)
-        self._hooks: dict[int, Any] = {}  # by id of the parameter, which its bucket keeps alive
         self._readiness = Readiness(config.backward_passes_per_step)
+        self._planner: Planner | None = None
         self.recorder = Recorder()
         self._start_step()
         self.add(members)
+        if config.plan_buckets and comm.size > 1:
+            self._planner = planner_of(
+                self._held.buckets, self._held.aggregators, compressor, self._control
+            )
         self.recorder.track = open_track(config.timeline, comm, self._control)
 
     def add(self, members: Sequence[NamedParameter], *, within_step: bool = False) -> None:
@@ -132,21 +137,21 @@ class Reducer:
             }
             config = self._config
             added = make_buckets(
-                members, config.bucket_bytes, config.dense_below, first_index=len(self._buckets)
+                members,
+                config.bucket_bytes,
+                config.dense_below,
+                first_index=len(self._held.buckets),
             )
             for bucket in added:
-                self._buckets.append(bucket)
-                self._aggregators.append(self._agreement.make_aggregator(bucket))
+                self._held.append(bucket, self)
                 self._marks.append(self._streams[bucket.flat.device].mark_caller({}))
                 came = [id(member.parameter) in counted for member in bucket.members]
                 self._readiness.add(came)
-                for place, member in enumerate(bucket.members):
-                    handle = listen(self, member.parameter, bucket.index, place)
-                    self._hooks[id(member.parameter)] = handle
+        self._planner = None  # it knows only the first ones
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is in a bucket."""
-        return id(parameter) in self._hooks
+        return self._held.knows(parameter)
 
     def average(self, value: float) -> float:
         """The average of a number over ranks, the same everywhere. Collective."""
@@ -156,8 +161,8 @@ class Reducer:
     def _start_step(self) -> None:
         # What a launch follows: the last work so far on each stream that wrote its gradients, and
         # what the step before still does with the results of its own launches.
-        self._marks = [self._streams[b.flat.device].mark_caller({}) for b in self._buckets]
-        self._readiness.start(self._buckets)
+        self._marks = [self._streams[b.flat.device].mark_caller({}) for b in self._held.buckets]
+        self._readiness.start(self._held.buckets)
         self._launched: list[Launch] = []
         self._loss_scale.forget()
 
@@ -174,7 +179,7 @@ class Reducer:
             GradientError: one more than `backward_passes_per_step`.
         """
         with self._lock:
-            bucket = self._buckets[index]
+            bucket = self._held.buckets[index]
             if index < len(self._launched) or not self._readiness.tick(index, place):
                 expected = self._config.backward_passes_per_step
                 raise GradientError(
@@ -184,6 +189,8 @@ class Reducer:
                     "backward_passes_per_step= the number of backward passes per step"
                 )
             bucket.absorb(place)
+            if self._planner is not None:
+                self._planner.saw_gradient(index, place)
             self._streams[bucket.flat.device].mark_caller(self._marks[index])
             if self._readiness.is_ready(index):
                 self._launch_ready()
@@ -193,28 +200,34 @@ class Reducer:
     def _launch_ready(self) -> None:
         if self._config.local_clip_norm is not None and not self._readiness.all_ready:
             return  # the norm is that of all gradients
-        while len(self._launched) < len(self._buckets):
+        while len(self._launched) < len(self._held.buckets):
             index = len(self._launched)
             if not self._readiness.is_ready(index):
                 return
             self._launch(index)
 
     def _launch(self, index: int) -> None:
-        bucket, begin, comm = self._buckets[index], self._aggregators[index].begin, self._comm
+        bucket, begin, comm = (
+            self._held.buckets[index],
+            self._held.aggregators[index].begin,
+            self._comm,
+        )
         # What ranks must have in common, so that one that left out a step is found out. The primes
         # keep one count from making up for another.
         history = self.step + 101 * self._discarded + 1009 * self.taken
-        label = (history * len(self._buckets) + index) % (LARGEST_LABEL + 1)
+        label = (history * len(self._held.buckets) + index) % (LARGEST_LABEL + 1)
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
         doing = f"step {self.step}, bucket {index}"
         stream, marks = self._streams[flat.device], self._marks[index]
         stream.mark_caller(marks)
+        planner = self._planner
         loss_scale, clip = self._loss_scale, self._clipping() if index == 0 else None
 
         def task() -> Outcome:
             comm.label, comm.doing = label, doing
+            begun = 0.0 if planner is None else core_seconds()
             with stream.current():
                 stream.follow(marks.values())
                 if clip is not None:
@@ -222,10 +235,12 @@ class Reducer:
                 outcome = begin(flat, density, loss_scale.read())
                 launch.after = glance(flat)
                 stream.synchronize()  # what comes next runs on the caller's streams
+            if planner is not None:
+                planner.saw_work(index, core_seconds() - begun)
             return outcome
 
         # What is aggregated whole, or clipped, the worker itself changes.
-        kept = self._aggregators[index].residual is not None
+        kept = self._held.aggregators[index].residual is not None
         kept &= self._config.local_clip_norm is None
         launch = Launch(bucket.flat._version, glance(flat) if kept else None)
         launch.future = self._worker.submit(task)
@@ -236,7 +251,7 @@ class Reducer:
         threshold, P = self._config.local_clip_norm, self._comm.size
         if threshold is None:
             return None
-        flats = [bucket.flat.data for bucket in self._buckets]
+        flats = [bucket.flat.data for bucket in self._held.buckets]
         follows = []
         for flat, marks in zip(flats, self._marks, strict=True):
             stream = self._streams[flat.device]
@@ -254,26 +269,19 @@ class Reducer:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""
         if self._config.unused_parameters != "zero":
             where = f"step {self.step} on rank {self._comm.rank}"
-            self._readiness.check_complete(self._buckets, where)
-        self._launch_first(len(self._buckets))
+            self._readiness.check_complete(self._held.buckets, where)
+        self._launch_first(len(self._held.buckets))
 
     def _launch_first(self, count: int) -> None:
         rest = range(len(self._launched), count)
         for index in rest:
-            bucket = self._buckets[index]
+            bucket = self._held.buckets[index]
             for place, member in enumerate(bucket.members):
                 bucket.absorb(place)
                 if not member.parameter.requires_grad:
-                    self._stop(index, place)
+                    self._held.stop(index, place)
         for index in rest:
             self._launch(index)
-
-    def _stop(self, index: int, place: int) -> None:
-        """A parameter must not move while it is frozen."""
-        bucket, owing = self._buckets[index], self._aggregators[index]
-        for kept in (owing.residual, owing.velocity):
-            if kept is not None:
-                bucket.part(kept, place, owing.first).zero_()
 
     def stand_in(self, count: int | None = None, loss_scale: float = 1.0) -> None:
         """Take part in what other ranks do: where no gradient has come, it is zero.
@@ -286,7 +294,7 @@ class Reducer:
         with self._lock:
             if not self._launched:
                 self._loss_scale.use(loss_scale)
-            for bucket in self._buckets[:count]:
+            for bucket in self._held.buckets[:count]:
                 for place in self._readiness.stand_in(bucket):
                     bucket.members[place].parameter.grad = None
             self._launch_first(count or 0)
@@ -307,7 +315,7 @@ class Reducer:
         """
         frozen_without_gradient = [
             member.parameter
-            for bucket in self._buckets
+            for bucket in self._held.buckets
             for member in bucket.members
             if not member.parameter.requires_grad and member.parameter.grad is None
         ]
@@ -316,7 +324,7 @@ class Reducer:
         outcomes, waited = self._wait_for_all(self._launched)
         finite = all(outcome.finite for outcome in outcomes)
         applied = Stopwatch()
-        for bucket, aggregator in zip(self._buckets, self._aggregators, strict=True):
+        for bucket, aggregator in zip(self._held.buckets, self._held.aggregators, strict=True):
             if finite:
                 aggregator.apply(bucket.flat)
             else:
@@ -325,6 +333,12 @@ class Reducer:
         for parameter in frozen_without_gradient:
             parameter.grad = None
         self._record(outcomes, waited, applied, finite=finite)
+        if self._planner is not None and finite:
+            self._planner.end_step(outcomes)
+            if self._planner.due:
+                groups, self._planner = self._planner.plan(self.density), None
+                if groups is not None:
+                    self._held.regroup(groups, self)
         self.step += 1
         self._start_step()
         return finite
@@ -336,7 +350,9 @@ class Reducer:
         outcomes, waited = self._wait_for_all(launched)
         # Only now: on a GPU, a launch under way could take memory over that is still being read.
         applied = Stopwatch()
-        for bucket, aggregator, _ in zip(self._buckets, self._aggregators, launched, strict=False):
+        for bucket, aggregator, _ in zip(
+            self._held.buckets, self._held.aggregators, launched, strict=False
+        ):
             aggregator.discard(bucket.flat)
             applied.lap()
         if launched:
@@ -368,7 +384,7 @@ class Reducer:
         outcomes, waited = [], Stopwatch()
         patience = Patience(self._stall_check_seconds, self._comm.timeout, self._agreement.waiting)
         rank = f"rank {self._comm.rank} of {self._comm.size}"
-        for launch, bucket in zip(launched, self._buckets, strict=False):
+        for launch, bucket in zip(launched, self._held.buckets, strict=False):
             try:
                 where = f"step {self.step}, {bucket}, {rank}"
                 outcomes.append(launch.outcome(bucket, where, patience))
@@ -381,7 +397,7 @@ class Reducer:
     @property
     def owing(self) -> Iterable[tuple[Bucket, Aggregator]]:
         """Every bucket and its aggregator, for checkpoints; to be touched between steps only."""
-        return zip(self._buckets, self._aggregators, strict=True)
+        return self._held.owing
 
     @property
     def history(self) -> tuple[int, int, int]:
@@ -412,7 +428,7 @@ class Reducer:
             BucketMetrics(
                 b.index, b.label, b.flat.numel(), self._bytes_dense(b), outcome, wait, apply
             )
-            for b, (outcome, wait, apply) in zip(self._buckets, happened, strict=False)
+            for b, (outcome, wait, apply) in zip(self._held.buckets, happened, strict=False)
         ]
         backward = None if first is None else (first, self._readiness.last)
         self.recorder.step(StepSpans(self.step, backward, buckets, kept), finite)
@@ -422,15 +438,13 @@ class Reducer:
 
     def metrics(self) -> StepMetrics:
         """What the last step cost; takes a pass over the residuals."""
-        residuals = [a.residual for a in self._aggregators if a.residual is not None]
+        residuals = [a.residual for a in self._held.aggregators if a.residual is not None]
         norms = [float(torch.linalg.vector_norm(residual)) for residual in residuals]
         return self.recorder.metrics(math.hypot(*norms))
 
     def close(self) -> None:
         """Let go of the parameters, end the worker thread, free the communicators. Collective."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        self._held.let_go()
         self._worker.close()
         self.recorder.close()
         self._agreement.close()

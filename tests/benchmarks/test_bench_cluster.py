@@ -167,3 +167,21 @@ def test_without_root_or_iproute2_one_line_says_so(main, missing, monkeypatch, c
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "1"], "expected a whole number from 2 to 64"),
+        (["--rate", "fast"], "a rate is a number above 0"),
+        (["--density", "5"], "expected a density in (0, 1]"),
+        (["--network", "10gbe", "--workers", "4"], "measure no links, and here are some"),
+    ],
+)
+def test_advice_refuses_bad_input_before_anything_is_built(main, capsys, arguments, message):
+    advise = importlib.import_module("cluster_advise").main
+    with pytest.raises(SystemExit) as ended:
+        advise(arguments)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert message in err and err.count("\n") == 1

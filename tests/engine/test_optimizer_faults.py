@@ -221,7 +221,7 @@ def test_forgotten_optimizers_free_their_buckets():
     optimizer = wrap(model, comm=SingleCommunicator())
     backward(model, 0, 0)
     optimizer.step()
-    flats = [weakref.ref(bucket) for bucket in optimizer._reducer._buckets]
+    flats = [weakref.ref(bucket) for bucket, _ in optimizer.reducer.owing]
     del optimizer
     gc.collect()
     assert not [flat for flat in flats if flat() is not None]

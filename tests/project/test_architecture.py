@@ -8,6 +8,7 @@ from launch import ROOT
 
 # Each room may import those in rows below its own, and its own row.
 LAYERS = [
+    ["ddl.advise"],
     ["ddl"],
     ["ddl.checkpoint", "ddl.diagnostics"],
     ["ddl.ddp", "ddl.optimizer"],
