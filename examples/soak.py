@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 from ranks import limit_threads
-from resnet20 import ResNet20
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate
 from tqdm import tqdm
 
 import ddl
+from ddl.workloads.resnet20 import ResNet20
 
 LARGEST_GROWTH = 0.02
 
