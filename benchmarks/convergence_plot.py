@@ -8,11 +8,12 @@ from typing import Any
 
 Row = dict[str, Any]
 PANELS = (
-    ("curve", "loss", "step", "training loss"),
-    ("curve", "loss", "bytes", "training loss"),
+    ("curve", "loss", "step", "training loss, running mean"),
+    ("curve", "loss", "bytes", "training loss, running mean"),
     ("validations", "accuracy", "step", "validation accuracy"),
     ("validations", "accuracy", "bytes", "validation accuracy"),
 )
+SMOOTHED = 10  # points of a training curve, of 200 at most
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -37,6 +38,8 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
         ):
             for number, (label, runs) in enumerate(_by_label(members).items()):
                 places, values = mean_curve([run[series] for run in runs], value, against)
+                if series == "curve":
+                    values = running_mean(values, SMOOTHED)
                 style = ("-", "--", ":")[number // 10 % 3]
                 axis.plot(places, values, style, color=f"C{number % 10}", label=label)
             axis.set_xlabel("step" if against == "step" else "bytes sent by a rank")
@@ -67,8 +70,16 @@ def mean_curve(
     return places, values
 
 
+def running_mean(values: list[float], width: int) -> list[float]:
+    """Each value's mean with those before it, `width` at most."""
+    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
 def _by_label(rows: list[Row]) -> dict[str, list[Row]]:
+    """The runs that differ in their seeds alone; a label names what differs in a picture."""
     by_label: defaultdict[str, list[Row]] = defaultdict(list)
+    recipes = {_recipe(row["cell"]) for row in rows}
     for row in rows:
         cell = row["cell"]
         label = cell["compressor"]
@@ -78,6 +89,11 @@ def _by_label(rows: list[Row]) -> dict[str, list[Row]]:
             label += f" x{cell['global_ratio']:g}"
         if cell["density_warmup"]:
             label += " warm-up"
-        label += f", {cell['epochs']} epochs of {cell['batch_size']}, lr {cell['lr']:g}"
+        if len(recipes) > 1:
+            label += _recipe(cell)
         by_label[label].append(row)
     return dict(sorted(by_label.items()))
+
+
+def _recipe(cell: dict[str, Any]) -> str:
+    return f", {cell['epochs']} epochs of {cell['batch_size']}, lr {cell['lr']:g}"

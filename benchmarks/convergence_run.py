@@ -90,8 +90,8 @@ class _Rank:
             self._power = PowerSGD(model.parameters(), comm, rank=POWERSGD_RANK, seed=cell.seed)
             return
         options: dict[str, Any] = {"compressor": "none"}
-        if cell.compressor != DENSE:
-            options = {**SPARSE[cell.compressor], "density": cell.density}
+        if cell.compressor != DENSE:  # ranks stand for machines of their own
+            options = {**SPARSE[cell.compressor], "density": cell.density, "hierarchical": False}
         if cell.global_ratio != 1:
             options["global_density"] = min(1.0, cell.density * cell.global_ratio)
         if cell.density_warmup:

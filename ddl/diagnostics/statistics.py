@@ -64,7 +64,7 @@ class Contraction:
     """What selecting k of d entries leaves of a vector u, beside what theory promises.
 
     Shi et al., arXiv 1911.08772: for random-k, and any u, the expectation of the share left is
-    1 - k/d (equation 4); for top-k, and bell-shaped u, it is at most (1 - k/d)^2 (Theorem 1).
+    1 - k/d; for top-k, and bell-shaped u, it is at most (1 - k/d)^2 (Theorem 1).
 
     Attributes:
         left: ||u - selected(u)||^2 / ||u||^2; 0 where u is zero.

@@ -109,6 +109,11 @@ def test_curves_are_means_over_seeds_up_to_the_end_of_the_shortest(modules):
     assert values[0] == 3.0 and np.isnan(values[1])
 
 
+def test_a_running_mean_looks_back_only(modules):
+    running_mean = modules("convergence_plot").running_mean
+    assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
 # PowerSGD.
 
 

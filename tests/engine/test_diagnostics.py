@@ -222,6 +222,28 @@ def test_a_skipped_step_is_not_recorded_and_makes_nothing_younger(tmp_path):
     assert {record["step"] for record in read(tmp_path)} == {0, 2}
 
 
+def test_steps_that_send_a_bucket_whole_make_all_of_it_young(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDL_LINKS", "1e-4,1e-6")
+
+    def train(comm):
+        model = toy.make_model()
+        optimizer = toy.wrap(model, collective="auto", density=1.0)
+        diagnostics = Diagnostics(optimizer, every=1, directory=tmp_path) if not comm.rank else None
+        for step in range(4):
+            optimizer.reducer.density = 0.02 if step == 3 else 1.0
+            optimizer.zero_grad()
+            toy.backward(model, comm.rank, step)
+            optimizer.step()
+        optimizer.close()
+        if diagnostics:
+            diagnostics.close()
+
+    threads.run(2, train)
+    records = read(tmp_path)
+    assert {record["step"] for record in records} == {3}
+    assert all(r["age"]["max"] <= 1 and r["age"]["never"] == 0 for r in records)
+
+
 def test_a_resumed_watch_keeps_the_lines_of_earlier_steps(tmp_path):
     threads.run(1, lambda comm: watch(comm, tmp_path, steps=4, every=1))
 
