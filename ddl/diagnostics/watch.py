@@ -78,7 +78,6 @@ class Diagnostics:
         self._optimizer = optimizer
         self._every = every
         self._watched: list[_WatchedBucket] = []
-        self._buckets_known = 0
         self._find_buckets()
         if not self._watched:
             raise ValueError(
@@ -107,13 +106,17 @@ class Diagnostics:
             pass
 
     def _find_buckets(self) -> None:
-        """Watch the buckets that the optimizer has made since the last time."""
-        owing = list(self._optimizer.reducer.owing)
-        for bucket, aggregator in owing[self._buckets_known :]:
-            if hasattr(aggregator, "observer"):
+        """Watch the buckets that the optimizer has now: it may have made others."""
+        known = {id(watched.aggregator): watched for watched in self._watched}
+        self._watched = []
+        for bucket, aggregator in self._optimizer.reducer.owing:
+            watched = known.pop(id(aggregator), None)
+            if watched is None and hasattr(aggregator, "observer"):
                 watched = _WatchedBucket(bucket, aggregator, self._optimizer, self._every)
+            if watched is not None:
                 self._watched.append(watched)
-        self._buckets_known = len(owing)
+        for left in known.values():
+            left.release()
 
     def _after_step(self) -> None:
         step = self._optimizer.reducer.step - 1
@@ -127,12 +130,16 @@ class Diagnostics:
 
 
 class _WatchedBucket:
-    """One bucket; `begin` of its aggregator is seen on the background thread."""
+    """One bucket; `begin` of its aggregator is seen on the background thread.
+
+    Attributes:
+        aggregator: of the bucket.
+    """
 
     def __init__(
         self, bucket: Bucket, aggregator: Any, optimizer: DistributedOptimizer, every: int
     ) -> None:
-        self._bucket, self._aggregator = bucket, aggregator
+        self._bucket, self.aggregator = bucket, aggregator
         self._reducer, self._every = optimizer.reducer, every
         lengths = [member.parameter.numel() for member in bucket.members]
         self._bounds = [sum(lengths[:place]) for place in range(len(lengths) + 1)]
@@ -143,7 +150,7 @@ class _WatchedBucket:
 
     def release(self) -> None:
         """Look away."""
-        self._aggregator.observer = None
+        self.aggregator.observer = None
 
     def forget(self) -> None:
         """What was seen belongs to a step that is over."""

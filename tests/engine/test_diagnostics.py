@@ -12,6 +12,8 @@ from ddl.comm import threads
 from ddl.diagnostics import Diagnostics, plot
 from ddl.diagnostics.ages import LARGEST_SAMPLE, Ages
 from ddl.diagnostics.statistics import contraction, shape_of
+from ddl.perfmodel import plans
+from ddl.reduction import planning
 
 
 def read(directory):
@@ -261,6 +263,17 @@ def test_the_picture_is_drawn_at_the_end(tmp_path):
     assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no records of diagnostics"):
         plot(tmp_path / "elsewhere")
+
+
+def test_buckets_that_are_planned_anew_are_watched_from_then_on(tmp_path, monkeypatch):
+    one_each = lambda seen, sizes, *rest: (plans.layerwise(len(sizes)), 1e6)  # noqa: E731
+    monkeypatch.setattr(planning, "choose", one_each)
+    monkeypatch.setenv("DDL_LINKS", "1e-4,1e-9")
+    threads.run(2, lambda comm: watch(comm, tmp_path, steps=9, every=1, bucket_bytes="auto"))
+    buckets = {record["step"]: set() for record in read(tmp_path)}
+    for record in read(tmp_path):
+        buckets[record["step"]].add(record["bucket"])
+    assert [len(buckets[step]) for step in range(9)] == [1] * 5 + [6] * 4
 
 
 def test_where_nothing_is_sparsified_there_is_nothing_to_watch(tmp_path):

@@ -65,27 +65,42 @@ def owed(optimizer):
     }
 
 
-@pytest.mark.parametrize("compressor", ["topk", "gtopk", "gaussiank-gtopk", "randomk"])
-def test_what_is_owed_moves_with_its_parameter_to_the_bit(moving, monkeypatch, compressor):
-    before, after = {}, {}
+def kept(owing):
+    """What aggregators keep, by its kind and the name of the parameter."""
+    return {
+        (kind, member.name): bucket.part(getattr(aggregator, kind), place).clone()
+        for bucket, aggregator in owing
+        for kind in ("residual", "velocity")
+        if getattr(aggregator, kind) is not None
+        for place, member in enumerate(bucket.members)
+    }
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("compressor", ["none", "topk", "gtopk", "gaussiank-gtopk", "randomk"])
+def test_what_is_kept_moves_with_its_parameter_to_the_bit(
+    moving, monkeypatch, compressor, momentum
+):
+    moves = []
     real = planning.carry_over
 
     def spied(old, new):
-        rank = id(old[0][0])
-        names = {
-            m.name: b.part(a.residual, i).clone() for b, a in old for i, m in enumerate(b.members)
-        }
+        before = kept(old)
         real(old, new)
-        before[rank] = names
-        after[rank] = {
-            m.name: b.part(a.residual, i).clone() for b, a in new for i, m in enumerate(b.members)
-        }
+        moves.append((before, kept(new)))
 
     monkeypatch.setattr("ddl.reduction.holdings.carry_over", spied)
 
     def work(comm):
         model = make_model()
-        optimizer = wrap(model, compressor=compressor, bucket_bytes="auto")
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = wrap(
+            model,
+            sgd,
+            compressor=compressor,
+            bucket_bytes="auto",
+            momentum_correction=momentum,
+        )
         for step in range(9):
             optimizer.zero_grad()
             backward(model, comm.rank, step)
@@ -95,11 +110,13 @@ def test_what_is_owed_moves_with_its_parameter_to_the_bit(moving, monkeypatch, c
         return model
 
     assert digests_equal(threads.run(3, work))
-    assert len(before) == len(after) == 3
-    for rank, names in before.items():
-        assert any(part.any() for part in names.values())
-        for name, part in names.items():
-            assert torch.equal(part, after[rank][name]), name
+    assert len(moves) == 3
+    for before, after in moves:
+        expected = (compressor != "none") + (momentum > 0)
+        assert len({kind for kind, _ in before}) == expected
+        assert before.keys() == after.keys()
+        assert all(torch.equal(part, after[key]) for key, part in before.items())
+        assert not expected or any(part.any() for part in before.values())
 
 
 @pytest.mark.parametrize("P", [2, 3])
