@@ -10,7 +10,8 @@ wfbp (arXiv 1608.07249, 1711.05979).
 2. *Silent*: every rank trains at the same time, and nothing is communicated.
 3. All ranks train with ddl, in turn with 2, on models of their own, so that noise meets both alike.
 
-Efficiency is the time of an iteration of 2 (or 1) over that of 3.
+Efficiency is the time of an iteration of 2 (or 1) over that of 3; by turns, quartiles over pairs of
+groups, which show how far the machine's noise lets it be trusted.
 
 Effects are switches: --prefetch, --pin-memory, --cudnn-benchmark, --channels-last, --overlap, each
 but the first with its --no- form; a run with and a run without one tell what it is worth.
@@ -224,6 +225,7 @@ class Bench:
             "silent": report.measured_as_dict(silent),
             "alone": report.measured_as_dict(single),
             "efficiency": report.efficiency(silent, real),
+            "efficiency_by_turns": report.by_turns(silent, real)._asdict(),
             "efficiency_alone": report.efficiency(single, real),
         }
 

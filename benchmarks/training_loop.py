@@ -173,8 +173,9 @@ class Training:
             channels_last: whether images and weights lie in that order in memory.
             non_blocking: whether copies to the device are not waited for; needs pinned memory.
         """
-        order = torch.channels_last if channels_last else torch.preserve_format
-        self.model = model.train().to(device, memory_format=order)
+        self.model = model.train().to(device)
+        if channels_last:
+            self.model.to(memory_format=torch.channels_last)
         self.optimizer = make_optimizer(self.model)
         self._batches, self._batch_size = batches, batch_size
         self._device, self._channels_last = device, channels_last

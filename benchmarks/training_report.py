@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from training_clock import Spread, spread
 from training_loop import Measured
 
 NAMES = {
@@ -33,6 +34,12 @@ def measured_as_dict(measured: Measured | None) -> dict[str, Any] | None:
 def efficiency(reference: Measured | None, real: Measured) -> float | None:
     """Time of an iteration of the reference over that with communication; 1 is perfect."""
     return None if reference is None else reference.iteration / real.iteration
+
+
+def by_turns(silent: Measured, real: Measured) -> Spread:
+    """Efficiency of each group of iterations against the silent group before it."""
+    pairs = zip(silent.rates, real.rates, strict=True)
+    return spread([communicating / without for without, communicating in pairs])
 
 
 def rates(unit: str, P: int, real: Measured) -> str:
@@ -67,7 +74,11 @@ def table(real: Measured, silent: Measured, alone: Measured | None) -> str:
 def verdict(real: Measured, silent: Measured, alone: Measured | None, predicted: Any) -> str:
     """Efficiencies, and predictions beside what was measured."""
     crowd, single = efficiency(silent, real), efficiency(alone, real)
-    text = f"efficiency: {crowd:.1%} of the same ranks that do not communicate (silent)"
+    turns = by_turns(silent, real)
+    text = (
+        f"efficiency: {crowd:.1%} of the same ranks that do not communicate (silent; turn by turn "
+        f"{turns.low:.1%} to {turns.high:.1%})"
+    )
     if single is not None:
         text += f", {single:.1%} of one that trains alone"
     forecasts = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in predicted.items())

@@ -22,7 +22,15 @@ PARTS = {"t_io", "t_h2d", "t_f", "t_b", "exposed", "t_u", "iteration"}
 KEYS = {
     *("model", "batch_size", "size", "compressor", "density", "overlap", "data", "prefetch"),
     *("pin_memory", "cudnn_benchmark", "channels_last", "parameters", "measured", "silent"),
-    *("alone", "efficiency", "efficiency_alone", "predicted", "buckets", "bytes_sent_per_step"),
+    *(
+        "alone",
+        "efficiency",
+        "efficiency_by_turns",
+        "efficiency_alone",
+        "predicted",
+        "buckets",
+        "bytes_sent_per_step",
+    ),
     *("bytes_dense_per_step", "skipped_steps", "parameters_agree", "P", "hosts", "transport"),
     *("device", "threads", "torch", "cpu", "cores"),
 }
@@ -58,6 +66,8 @@ def check_row(row: dict) -> None:
             assert 0 <= found[name]["low"] <= found[name]["median"] <= found[name]["high"]
     real, silent = (row[name]["iteration"]["median"] for name in ("measured", "silent"))
     assert row["efficiency"] == silent / real > 0
+    turns = row["efficiency_by_turns"]
+    assert 0 < turns["low"] <= turns["median"] <= turns["high"]
     assert 0 < row["predicted"]["wfbp"] <= row["predicted"]["naive"]
     assert row["parameters_agree"] is True and row["skipped_steps"] == 0
 
@@ -122,6 +132,15 @@ def test_bad_input_is_one_line(modules, capsys, flags, words):
     assert words in line
 
 
+def test_of_torchruns_ranks_only_the_first_says_what_is_wrong(modules, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            modules("bench_training").main(["--density", "2"])
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
 def test_without_torchvision_one_line_says_which_models_there_are(modules, capsys, monkeypatch):
     monkeypatch.setattr(modules("training_models"), "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
@@ -146,6 +165,30 @@ def test_without_overlap_the_same_buckets_are_sent_after_the_backward_pass(modul
         optimizer.close()
     assert launched[0] == launched[1] and len(launched[0]) == 3
     assert all(bucket.outcome.started > ended for bucket in buckets)
+
+
+def test_a_gpus_clock_reads_its_stream_in_seconds(modules, monkeypatch):
+    class Event:
+        reached = iter((5.0, 8.0, 8.5))  # milliseconds
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(self.reached)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    waited = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    device = torch.device("cuda", 0)
+    clock = modules("training_clock").Clock(device)
+    moments = [clock.now() for _ in range(3)]
+    assert not waited
+    clock.settle()
+    assert waited == [device] and clock.laps(moments) == [0.003, 0.0005]
 
 
 def test_means_over_ranks_come_before_medians_over_iterations(modules):
