@@ -28,7 +28,9 @@ class Parser(argparse.ArgumentParser):
 
 def is_first_rank() -> bool:
     """Whether this is the first process of its job, or the only one; known before MPI starts."""
-    return all(os.environ.get(name, "0") == "0" for name in MPI_VARIABLES)
+    # A torchrun that an MPI launcher has started hands its variables on; its own are newer.
+    names = ("RANK",) if "TORCHELASTIC_RUN_ID" in os.environ else MPI_VARIABLES
+    return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 def is_mpi_job() -> bool:

@@ -4,14 +4,11 @@ The small ones stay in memory as they come, uint8 and unscaled: with 16 ranks on
 copy counts 16 times.
 """
 
-import gzip
 from argparse import Namespace
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from arguments import BadInput, one_line
 from torch import Tensor
@@ -19,6 +16,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
 
+from ddl.workloads.digits import read_digits
 from ddl.workloads.idx import FASHION_MNIST_DIR, read_labelled
 
 CIFAR10_DIR = Path("data/cifar10")
@@ -116,23 +114,10 @@ def _synthetic(args: Namespace, size: int) -> ImageData:
 
 def _digits(size: int) -> ImageData:
     """The 1,797 handwritten digits of 8x8 pixels in scikit-learn; one in five is for validation."""
-    # scikit-learn ships them as a table; importing it would cost every rank 50 MB and a second.
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise BadInput(
-            "--dataset digits needs scikit-learn, which is not installed; "
-            "run: pip install scikit-learn"
-        )
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if not path.is_file():
-        raise BadInput(
-            f"{path} is missing from scikit-learn, expected its handwritten digits; "
-            "run: pip install --force-reinstall scikit-learn"
-        )
-    with gzip.open(path, "rt") as lines:
-        table = torch.from_numpy(np.loadtxt(lines, delimiter=","))
-    grey_levels = table[:, :64].reshape(-1, 8, 8) * (255 / 16)  # they come as 0 to 16
-    images, labels = grey_levels.round().to(torch.uint8), table[:, 64].long()
+    try:
+        images, labels = read_digits()
+    except ValueError as error:
+        raise BadInput(f"--dataset digits: {error}") from error
     # They are sorted by writer. The split is the same for every --seed, so that runs compare.
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, val = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
