@@ -11,6 +11,7 @@ from ddl.errors import (
     DeadlineError,
     DisagreementError,
     GradientError,
+    NoCheckpointError,
 )
 from ddl.optimizer import DistributedOptimizer
 from ddl.state import (
@@ -35,6 +36,7 @@ __all__ = [
     "DisagreementError",
     "DistributedOptimizer",
     "GradientError",
+    "NoCheckpointError",
     "SparseHookState",
     "allreduce_mean",
     "barrier",

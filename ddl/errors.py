@@ -19,5 +19,9 @@ class DisagreementError(DDLError):
     """Ranks were given different models or settings."""
 
 
+class NoCheckpointError(DDLError, FileNotFoundError):
+    """There is no checkpoint where one is to be loaded from: a run that may be the first."""
+
+
 class GradientError(DDLError):
     """A parameter received no gradient, or more gradients than the optimizer was told to expect."""

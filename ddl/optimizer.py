@@ -24,7 +24,7 @@ from ddl.reduction.agreement import ReducerConfig
 from ddl.reduction.buckets import NamedParameter
 from ddl.reduction.join import Join
 from ddl.reduction.loss_scale import GradScaler, check_scaler, hold
-from ddl.reduction.naming import named, owned
+from ddl.reduction.naming import mark_of, named, owned, settings_of
 from ddl.reduction.reducer import Reducer
 from ddl.reduction.wrapper import Wrapper
 from ddl.settings import Settings
@@ -164,13 +164,17 @@ class DistributedOptimizer(Wrapper):
             )
         check_scaler(scaler)
         feedback = Feedback.beside(optimizer, momentum_correction, error_feedback, hierarchical)
-        if local_clip_norm is not None and not 0 < local_clip_norm < math.inf:
+        if local_clip_norm is not None and (
+            isinstance(local_clip_norm, bool) or not 0 < local_clip_norm < math.inf
+        ):
             raise ValueError(
-                f"local_clip_norm must be a positive number or None, got {local_clip_norm}"
+                f"local_clip_norm must be a positive number or None, got {local_clip_norm}; it is "
+                "what the norm of the average is not to exceed"
             )
-        if backward_passes_per_step < 1:
+        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
             raise ValueError(
-                f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
+                "backward_passes_per_step must be a whole number, at least 1, got "
+                f"{backward_passes_per_step}; it is how often backward() comes before step()"
             )
         if hierarchical not in (None, True, False):
             raise ValueError(f"hierarchical must be True, False or None, got {hierarchical!r}")
@@ -213,10 +217,15 @@ class DistributedOptimizer(Wrapper):
                 timeline=TimelineConfig.of(settings, timeline),
                 links=settings.links,
                 feedback=feedback,
+                optimizer={
+                    **settings_of(optimizer),
+                    "loss scale of scaler": None if scaler is None else scaler.get_scale(),
+                },
                 local_clip_norm=local_clip_norm,
             ),
             stall_check_seconds=settings.stall_check_seconds,
             scaler=scaler,
+            mark=lambda: mark_of(optimizer),
         )
         if scaler is not None:
             hold(scaler, self)

@@ -30,7 +30,7 @@ def broadcast_parameters(
         comm: the ranks; default the job's.
     """
     comm = communicator() if comm is None else comm
-    with _doing(comm, "ddl.broadcast_parameters"):
+    with doing(comm, "ddl.broadcast_parameters"):
         for _, tensor in _named(tensors):
             messages.broadcast_(comm, tensor, root)
 
@@ -44,7 +44,7 @@ def broadcast_optimizer_state(
     """
     comm = communicator() if comm is None else comm
     if comm.size > 1:
-        with _doing(comm, "ddl.broadcast_optimizer_state"):
+        with doing(comm, "ddl.broadcast_optimizer_state"):
             state = messages.broadcast_object(comm, _on_cpu(optimizer.state_dict()), root)
         if comm.rank != root:
             optimizer.load_state_dict(state)
@@ -52,13 +52,13 @@ def broadcast_optimizer_state(
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
     """One rank's picklable object on every rank; for small things. Collective."""
-    with _doing(communicator(), "ddl.broadcast_object") as comm:
+    with doing(communicator(), "ddl.broadcast_object") as comm:
         return messages.broadcast_object(comm, value, root)
 
 
 def gather_object(value: Any) -> list[Any]:
     """Every rank's picklable object, in rank order, on every rank. Collective."""
-    with _doing(communicator(), "ddl.gather_object") as comm:
+    with doing(communicator(), "ddl.gather_object") as comm:
         return messages.gather_objects(comm, value)
 
 
@@ -74,7 +74,7 @@ def allreduce_mean(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"expected a tensor of floating-point numbers, got {what}; use .float()")
-    with _doing(communicator(), "ddl.allreduce_mean") as comm:
+    with doing(communicator(), "ddl.allreduce_mean") as comm:
         average = tensor.detach().clone(memory_format=torch.contiguous_format) / comm.size
         dense.all_reduce_(comm, average)
     return average
@@ -82,7 +82,7 @@ def allreduce_mean(tensor: Tensor) -> Tensor:
 
 def barrier() -> None:
     """Return once every rank has come. Collective."""
-    with _doing(communicator(), "ddl.barrier") as comm:
+    with doing(communicator(), "ddl.barrier") as comm:
         messages.barrier(comm)
 
 
@@ -97,7 +97,7 @@ def parameters_digest(tensors: Tensors) -> str:
 
 
 @contextmanager
-def _doing(comm: Communicator, what: str) -> Iterator[Communicator]:
+def doing(comm: Communicator, what: str) -> Iterator[Communicator]:
     """Say in messages what the ranks are at."""
     before, comm.doing = comm.doing, what
     try:

@@ -96,6 +96,13 @@ def measure(
     ]
     quick = [place for place in range(len(probes)) if place not in slow]
     t_b = 0.0
+    if comm.rank == 0:
+        print(
+            f"measuring {len(candidates)} candidates in {rounds} rounds or more: minutes, on a "
+            "machine that does nothing else",
+            file=sys.stderr,
+            flush=True,
+        )
     bar = tqdm(
         desc="measuring",
         unit=" rounds",

@@ -10,10 +10,12 @@ delayed entries instead of a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ddl.streams import Marks, Stream
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -38,3 +40,26 @@ def clip_(flats: Sequence[Tensor], threshold: float, P: int, loss_scale: float) 
         for flat in flats:
             flat.mul_(factor)
     return norm
+
+
+def clip_later(
+    flats: Sequence[Tensor],
+    waits: Sequence[tuple[Stream, Marks]],
+    threshold: float,
+    P: int,
+) -> Callable[[float], None]:
+    """A task that clips one rank's gradient, given the loss scale, on whatever thread runs it.
+
+    Args:
+        flats: see `clip_`.
+        waits: a stream for each, and the marks that it has to follow first.
+        threshold: see there.
+        P: see there.
+    """
+
+    def clip(loss_scale: float) -> None:
+        for stream, marks in waits:
+            stream.follow(marks.values())
+        clip_(flats, threshold, P, loss_scale)
+
+    return clip

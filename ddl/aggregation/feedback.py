@@ -50,8 +50,15 @@ class Feedback:
         Raises:
             ValueError: settings out of range, or that contradict each other.
         """
+        if isinstance(momentum, bool) or not isinstance(momentum, (int, float)):
+            raise ValueError(f"momentum_correction must be a number, got {momentum!r}")
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum_correction must lie in [0, 1), got {momentum}")
+            raise ValueError(
+                f"momentum_correction must lie in [0, 1), got {momentum}; it replaces the "
+                "optimizer's momentum"
+            )
+        if not isinstance(errors, bool):
+            raise ValueError(f"error_feedback must be True or False, got {errors!r}")
         if momentum:
             for group in optimizer.param_groups:
                 for name in ("momentum", "betas"):

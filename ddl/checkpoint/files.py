@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddl.errors import DDLError
+from ddl.errors import DDLError, NoCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ def find(path: Path) -> Path:
             return folder
         reasons.append(reason)
     what = "; ".join(reasons) if reasons else "there is none"
-    raise DDLError(f"no complete checkpoint in {path} ({what}), {EXPECTED}; check the path")
+    kind = DDLError if reasons else NoCheckpointError
+    raise kind(f"no complete checkpoint in {path} ({what}), {EXPECTED}; check the path")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -16,7 +16,8 @@ from ddl.checkpoint.files import JOB, Manifest, shard
 from ddl.checkpoint.loading import Loading
 from ddl.collectives import messages
 from ddl.comm import Communicator
-from ddl.errors import DDLError, DisagreementError
+from ddl.errors import DDLError, DisagreementError, NoCheckpointError
+from ddl.state import doing
 from ddl.world import communicator
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,19 @@ def save_checkpoint(
     progress = (int(epoch), int(step), int(position))
     if min(progress) < 0:
         raise ValueError(f"epoch, step and position must be at least 0, got {progress}")
-    directory = Path(directory)
     objects = Objects.of(model, optimizer, scheduler, scaler, hook)
+    with doing(comm, "ddl.save_checkpoint"):
+        return _save(comm, Path(directory), objects, progress, extra, keep)
+
+
+def _save(
+    comm: Communicator,
+    directory: Path,
+    objects: Objects,
+    progress: tuple[int, int, int],
+    extra: Any,
+    keep: int | None,
+) -> Path:
     _check_between_steps(comm, objects, "save_checkpoint")
     told = messages.gather_objects(comm, progress)
     for rank, theirs in enumerate(told):
@@ -152,13 +164,18 @@ def load_checkpoint(
         Where training stood.
 
     Raises:
-        DDLError: on every rank, if any cannot load: no checkpoint, a damaged one, one of another
-            model or format; names file, got, expected and what to do.
+        NoCheckpointError: on every rank: there is none, as before the first save.
+        DDLError: on every rank, if any cannot load: a damaged checkpoint, one of another model or
+            format; names file, got, expected and what to do.
     """
     comm = communicator() if comm is None else comm
     objects = Objects.of(model, optimizer, scheduler, scaler, hook)
+    with doing(comm, "ddl.load_checkpoint"):
+        return _load(comm, Path(path), objects)
+
+
+def _load(comm: Communicator, path: Path, objects: Objects) -> Restored:
     _check_between_steps(comm, objects, "load_checkpoint")
-    path = Path(path)
 
     def choose() -> tuple[str, Manifest]:
         found = files.find(path)
@@ -206,10 +223,13 @@ def _on_all_ranks(comm: Communicator, action: Callable[[], T]) -> T:
         result = [action()]
     except Exception as error:
         cause = error
-        problem = str(error) if isinstance(error, DDLError) else f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(messages.gather_objects(comm, problem)):
-        if text is not None:
-            raise DDLError(f"rank {rank} of {comm.size}: {text}") from cause
+        text = str(error) if isinstance(error, DDLError) else f"{type(error).__name__}: {error}"
+        problem = text, isinstance(error, NoCheckpointError)
+    for rank, told in enumerate(messages.gather_objects(comm, problem)):
+        if told is not None:
+            text, missing = told
+            kind = NoCheckpointError if missing else DDLError
+            raise kind(f"rank {rank} of {comm.size}: {text}") from cause
     return result[0]
 
 

@@ -154,8 +154,8 @@ def out_of_step(comm: Communicator, source: int, label: int) -> CommunicationErr
     rank, source = comm.job_ranks[comm.rank], comm.job_ranks[source]
     return CommunicationError(
         f"rank {rank} is at message group {comm.label}, rank {source} at {label}: the ranks are "
-        "out of step; each must take the same steps with the same parameters in the same order; "
-        f"{REMEDY}"
+        "out of step; each must take the same steps in the same order, with the same learning "
+        f"rates and the same parameters frozen; {REMEDY}"
     )
 
 

@@ -73,10 +73,10 @@ class Inquiry:
                 self.serve()
                 time.sleep(PAUSE_AT_THE_END)
 
-    def say_goodbye(self) -> None:
-        """This process ends with its own words."""
+    def say_goodbye(self, *, for_all: bool = False) -> None:
+        """This process ends, or ends all, with its own words."""
         if self.mourned is not None:
-            self.mourned.say_goodbye()
+            self.mourned.say_goodbye(for_all=for_all)
 
     def serve(self) -> None:
         """Take in what has come, and answer. Never blocks."""

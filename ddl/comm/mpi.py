@@ -261,6 +261,6 @@ class MPICommunicator(Communicator):
         """See `Communicator.abort`."""
         print(f"ddl: {self.who}: {reason}", file=sys.stderr, flush=True)
         if self._inquiry is not None:
-            self._inquiry.say_goodbye()
+            self._inquiry.say_goodbye(for_all=True)
         self._handle.Abort(status)
         sys.exit(status)  # not reached; MPI's abort does not return

@@ -6,7 +6,8 @@ noticed, and the process that it then names need not be the one that died first.
 1. the first rank of a host starts this file as a program of its own, in a session of its own, which
    imports nothing but the standard library and sleeps;
 2. the ranks of the host connect to it, and say goodbye before they end;
-3. of the first one that ends without a goodbye it names the rank, and ends.
+3. of the first one that ends without a goodbye it names the rank, and ends; so it does, in
+   silence, where a rank ends the whole job, which has said why.
 
 Linux only: it needs pidfd_open, by which the kernel tells of the end of a process that is no child,
 and addresses of sockets that lie in no file system.
@@ -24,7 +25,7 @@ import subprocess
 import sys
 
 PATIENCE = 30.0  # seconds for all ranks of the host to connect
-GOODBYE = b"."
+GOODBYE, END_OF_JOB = b".", b"!"
 
 
 class Mourned:
@@ -35,11 +36,11 @@ class Mourned:
         self._line = line
         self._process = os.getpid()
 
-    def say_goodbye(self) -> None:
-        """This rank is about to end, and somebody has been told why, if there is a reason."""
+    def say_goodbye(self, *, for_all: bool = False) -> None:
+        """This rank is about to end, or to end all, and has told why if there is a reason."""
         if os.getpid() == self._process:  # not a forked one
             with contextlib.suppress(OSError):
-                self._line.sendall(GOODBYE)
+                self._line.sendall(END_OF_JOB if for_all else GOODBYE)
 
 
 def is_possible() -> bool:
@@ -95,6 +96,14 @@ def _on_this_host(name: str) -> str:
 # What the process does.
 
 
+def ended(line: socket.socket) -> bool:
+    """Whether a rank has said that it ends the whole job."""
+    line.setblocking(False)
+    with contextlib.suppress(OSError):
+        return END_OF_JOB in line.recv(2, socket.MSG_PEEK)
+    return False
+
+
 def watch(name: str, local_size: int, job_size: int) -> None:
     """Wait until every rank has said goodbye, or one has ended without."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -120,8 +129,10 @@ def watch(name: str, local_size: int, job_size: int) -> None:
             line.setblocking(False)
             said = b""
             with contextlib.suppress(OSError):
-                said = line.recv(1)
-            if said != GOODBYE:
+                said = line.recv(2)
+            if END_OF_JOB in said or any(ended(other) for _, other in living.values()):
+                return
+            if not said:
                 print(
                     f"ddl: rank {rank} of {job_size} died without a word on "
                     f"{socket.gethostname()}: it was killed (out of memory? dmesg tells), or "

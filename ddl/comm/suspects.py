@@ -30,7 +30,8 @@ def suspicion(rank: int, peer: int, waits_for: Callable[[int], Waiting | None]) 
         waits_for: what another rank says of its wait, None if nothing.
     """
     seen = {rank}
-    story = []
+    story: list[str] = []
+    in_step = True
     while True:
         said = waits_for(peer)
         seen.add(peer)
@@ -41,9 +42,11 @@ def suspicion(rank: int, peer: int, waits_for: Callable[[int], Waiting | None]) 
             story.append(f"rank {peer} has left: its script has ended")
             break
         doing = f" ({said.doing})" if said.doing else ""
+        in_step &= not said.doing.startswith("ddl.")  # one of its functions, outside of any step
         story.append(f"rank {peer}{doing} waits for rank {said.rank}")
         if said.rank in seen:
             story[-1] += " in turn: they are out of step"
             break
         peer = said.rank
-    return f"{', '.join(story)}; {REMEDY}"
+    remedy = f"; {REMEDY}" if in_step else ""
+    return f"{', '.join(story)}{remedy}"

@@ -238,7 +238,7 @@ class Track:
         return not self._done and self._config.first <= self._steps < self._config.end
 
     def step(self, spans: StepSpans) -> None:
-        """Record a step. Collective where it is the first one behind the window."""
+        """Record a step. Collective where it is the first one behind a window still open."""
         if self._steps >= self._config.end:
             self.finish()
         if self._within:
@@ -247,10 +247,15 @@ class Track:
         self._steps += spans.kept
 
     def update(self, step: int, span: Span) -> None:
-        """Record the optimizer's own step, after the gradients became averages."""
+        """Record the optimizer's own step, after the gradients became averages.
+
+        Collective where it is the last one of the window.
+        """
         # `step` has counted it already.
         if not self._done and self._config.first < self._steps <= self._config.end:
             self._timeline.add("update", span, self._main, {"step": step})
+            if self._steps == self._config.end:
+                self.finish()
 
     def finish(self) -> None:
         """End the window, if that has not been done. Collective."""

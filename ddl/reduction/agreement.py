@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from ddl.aggregation.aggregator import PLAIN_FEEDBACK, Aggregator, DenseAggregator
 from ddl.aggregation.device_aggregator import DevicePath, device_path
@@ -58,16 +58,20 @@ class ReducerConfig:
     """What messages cost, see `Links.parse`; None: to be measured, where it matters."""
     feedback: Feedback = PLAIN_FEEDBACK
     """What becomes of gradients that are not applied at once."""
+    optimizer: Mapping[str, object] = field(default_factory=dict)
+    """What the wrapped optimizer and the scaler do; only compared here."""
     local_clip_norm: float | None = None
     """See `clip_`; costs the overlap: the norm is known only with the last gradient."""
 
     @property
     def settings(self) -> dict[str, object]:
         """All of them, by the names of the user's arguments."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
         feedback: Feedback = settings.pop("feedback")
+        optimizer: Mapping[str, object] = settings.pop("optimizer")
         return {
             **settings,
+            **optimizer,
             "momentum_correction": feedback.momentum,
             "error_feedback": feedback.errors,
         }
@@ -130,9 +134,9 @@ class Agreement:
         expected, _ = told[0]
         for rank, (theirs, _) in enumerate(told):
             for what, value in expected.items():
-                if theirs[what] != value:
+                if theirs.get(what) != value:
                     raise DisagreementError(
-                        f"{what}: rank {rank} has {theirs[what]}, expected {value} as on rank "
+                        f"{what}: rank {rank} has {theirs.get(what)}, expected {value} as on rank "
                         "0; give every rank the same model and settings"
                     )
         self._path = path if all(able for _, able in told) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -58,6 +59,12 @@ class Holdings:
     def owing(self) -> Iterable[tuple[Bucket, Aggregator]]:
         """Every bucket and its aggregator."""
         return zip(self.buckets, self.aggregators, strict=True)
+
+    @property
+    def mark(self) -> int:
+        """A number that depends on which parameters are frozen, the same in every process."""
+        members = [member for bucket in self.buckets for member in bucket.members]
+        return zlib.crc32(bytes(member.parameter.requires_grad for member in members))
 
     def stop(self, index: int, place: int) -> None:
         """A parameter must not move while it is frozen: forget what is owed for it."""

@@ -1,7 +1,8 @@
-"""Names for the parameters of an optimizer, for messages and checkpoints."""
+"""An optimizer in words: names for its parameters, and what else ranks must have in common."""
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 
@@ -54,3 +55,23 @@ def owned(optimizer: Optimizer) -> list[NamedParameter]:
         for g, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
     ]
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, object]:
+    """Its class, and what is said in its groups, by names for messages."""
+    settings: dict[str, object] = {"optimizer": type(optimizer).__name__}
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if value is None or isinstance(value, (bool, int, float, str, tuple)):
+                settings[f"{name} of group {g}"] = value
+    return settings
+
+
+def mark_of(optimizer: Optimizer) -> int:
+    """A number that depends on the learning rates and weight decays, the same in every process."""
+    rates = [
+        (value if isinstance(value, (int, float)) else None)
+        for group in optimizer.param_groups
+        for value in (group.get("lr"), group.get("weight_decay"))
+    ]
+    return zlib.crc32(repr(rates).encode())

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ddl.aggregation.aggregator import Aggregator, Outcome
-from ddl.aggregation.clipping import clip_
+from ddl.aggregation.clipping import clip_later
 from ddl.collectives import messages
 from ddl.collectives.dense import dense_bytes
 from ddl.comm import Communicator
@@ -67,6 +67,7 @@ class Reducer:
         *,
         stall_check_seconds: float,
         scaler: GradScaler | None = None,
+        mark: Callable[[], int] = int,
     ) -> None:
         """Make the buckets and hook into the parameters; give all ranks rank 0's. Collective.
 
@@ -78,6 +79,7 @@ class Reducer:
             config: see there.
             stall_check_seconds: after this long a wait is reported in the log.
             scaler: what multiplies losses, if anything does.
+            mark: a number that ranks must have in common between two steps, whoever they are.
 
         Raises:
             ValueError: a parameter that cannot be handled.
@@ -93,6 +95,7 @@ class Reducer:
         self._agreement = Agreement(self._comm, self._control, compressor, config)
         self._worker = Worker(f"ddl-reducer-{comm.rank}", self._agreement.cancel)
         self._stall_check_seconds = stall_check_seconds
+        self._mark_now = mark
         self._loss_scale = LossScale(scaler)
         self._lock = threading.Lock()  # CUDA gradients arrive on autograd's threads
         self._held = Holdings(self._agreement.make_aggregator)
@@ -165,6 +168,8 @@ class Reducer:
         self._readiness.start(self._held.buckets)
         self._launched: list[Launch] = []
         self._loss_scale.forget()
+        # What would lead ranks apart, though they take the same steps.
+        self._mark = self._mark_now() + self._held.mark
 
     # 1. Ready.
 
@@ -215,7 +220,7 @@ class Reducer:
         # What ranks must have in common, so that one that left out a step is found out. The primes
         # keep one count from making up for another.
         history = self.step + 101 * self._discarded + 1009 * self.taken
-        label = (history * len(self._held.buckets) + index) % (LARGEST_LABEL + 1)
+        label = (history * len(self._held.buckets) + index + self._mark) % (LARGEST_LABEL + 1)
         # An alias with a version count of its own: what the count of `flat` then tells is whether
         # somebody else changes gradients that are under way.
         flat, density = bucket.flat.data, self.density
@@ -252,18 +257,10 @@ class Reducer:
         if threshold is None:
             return None
         flats = [bucket.flat.data for bucket in self._held.buckets]
-        follows = []
-        for flat, marks in zip(flats, self._marks, strict=True):
-            stream = self._streams[flat.device]
+        streams = [self._streams[flat.device] for flat in flats]
+        for stream, marks in zip(streams, self._marks, strict=True):
             stream.mark_caller(marks)
-            follows.append((stream, marks))
-
-        def clip(loss_scale: float) -> None:
-            for stream, marks in follows:
-                stream.follow(marks.values())
-            clip_(flats, threshold, P, loss_scale)
-
-        return clip
+        return clip_later(flats, list(zip(streams, self._marks, strict=True)), threshold, P)
 
     def _launch_rest(self) -> None:
         """Launch the buckets that still lack gradients; what is missing counts as zero."""

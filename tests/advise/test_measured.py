@@ -48,7 +48,8 @@ def check(found, P):
 def test_under_mpirun_predictions_stand_beside_what_real_steps_take(mpirun, module):
     flags = ["--model", "mine:make_with_input", *QUICK, "--verify", "--bucket-bytes", "9000"]
     done = mpirun(2, ["-m", "ddl.advise", *flags, "--json", "found.json"], cwd=module)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("measuring ") and done.stderr.count("\n") == 1
     assert done.stdout.count("compressor ") == 1  # only rank 0 speaks
     assert "measured" in done.stdout and "error" in done.stdout
     found = json.loads((module / "found.json").read_text())

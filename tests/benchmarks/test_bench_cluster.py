@@ -60,6 +60,8 @@ def started_and_running(arguments, namespaces, seconds=60.0):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Jobs in the background of a shell are started with Ctrl-C switched off.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + seconds
     while len(namespaces(job.pid)) < 3 and job.poll() is None and time.monotonic() < deadline:

@@ -7,6 +7,7 @@ import torch
 from launch import ROOT
 from toy import backward, digests_equal, make_model, train, wrap
 
+import ddl
 from ddl.comm import threads
 from ddl.errors import DisagreementError
 from ddl.links import Line, Links
@@ -200,3 +201,64 @@ def test_two_levels_and_auto_under_mpirun(mpirun, tmp_path):
     )
     done = mpirun(4, [str(script)])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda model, rank: torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank)),
+            r"lr of group 0: rank 1 has 0\.2, expected 0\.1",
+        ),
+        (
+            lambda model, rank: (torch.optim.Adam if rank else torch.optim.SGD)(
+                model.parameters(), lr=0.1
+            ),
+            "optimizer: rank 1 has Adam, expected SGD",
+        ),
+    ],
+)
+def test_ranks_with_different_optimizers_are_told_so(make, message):
+    def work(comm):
+        model = make_model()
+        wrap(model, make(model, comm.rank))
+
+    with pytest.raises(DisagreementError, match=message):
+        threads.run(2, work)
+
+
+def test_a_scaler_on_one_rank_only_and_different_scales_are_told():
+    for scales in ((None, 8.0), (8.0, 16.0)):
+
+        def work(comm, scales=scales):
+            scale = scales[comm.rank]
+            model = make_model()
+            wrap(model, scaler=scale and torch.amp.GradScaler("cpu", scale))
+
+        with pytest.raises(DisagreementError, match="loss scale of scaler: rank 1 has"):
+            threads.run(2, work)
+
+
+def drift_rate(optimizer, model):
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def drift_frozen(optimizer, model):
+    model[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("drift", [drift_rate, drift_frozen])
+@pytest.mark.parametrize("compressor", ["none", "gtopk"])
+def test_ranks_that_drift_apart_are_told_in_the_next_steps(drift, compressor):
+    def work(comm):
+        model = make_model()
+        optimizer = wrap(model, compressor=compressor)
+        for step in range(5):
+            if step == 2 and comm.rank == 1:
+                drift(optimizer, model)
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            optimizer.step()
+
+    with pytest.raises(ddl.CommunicationError, match=r"step 3.*the same learning rates"):
+        threads.run(2, work)

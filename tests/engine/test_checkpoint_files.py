@@ -220,3 +220,24 @@ def test_bad_arguments_are_refused(arguments, words, tmp_path):
             ddl.save_checkpoint(tmp_path, **{"model": model, "optimizer": sgd(model), **arguments})
 
     threads.run(1, work)
+
+
+def test_no_checkpoint_at_all_is_an_error_of_its_own(tmp_path):
+    def work(comm):
+        run = Run(comm)
+        with pytest.raises(ddl.NoCheckpointError, match="there is none"):
+            run.load(tmp_path)
+        run.close()
+
+    threads.run(2, work)
+    written(1, tmp_path, steps=1)
+    damage_manifest(tmp_path / "0001-step-1")
+
+    def damaged(comm):
+        run = Run(comm)
+        with pytest.raises(DDLError) as caught:
+            run.load(tmp_path)
+        assert not isinstance(caught.value, ddl.NoCheckpointError)
+        run.close()
+
+    threads.run(1, damaged)

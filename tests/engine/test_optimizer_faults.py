@@ -267,7 +267,10 @@ def test_ranks_with_different_models_or_settings_are_told_apart_at_the_start():
             "collective must be one of tree, butterfly, exact, auto, got 'star'",
         ),
         ({"compressor": "topk", "collective": "tree"}, "'topk' has no choice of collective"),
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1, got 0"),
+        (
+            {"backward_passes_per_step": 0},
+            "backward_passes_per_step must be a whole number, at least 1, got 0",
+        ),
         ({"unused_parameters": "skip"}, "unused_parameters must be one of error, zero"),
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
     ],
