@@ -111,8 +111,8 @@ COMPLAINTS = {
         "test_all_ranks_learn_the_same_links",
     ),
     "compression makes it slower, and nobody says so": (
-        "engine/test_auto.py",
-        "test_the_network_decides",
+        "advise/test_offline.py",
+        "test_networks_decide_whether_compression_pays",
     ),
     "timelines that are no JSON, empty, or huge": (
         "engine/test_timeline.py",
