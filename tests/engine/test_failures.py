@@ -32,7 +32,7 @@ DIED = r"ddl: rank 1 of 3 died without a word on .*it was killed"
 FAILURES = [
     ("mpich", "stalls", STALLED),
     ("mpich", "is killed", DIED),
-    ("mpich", "vanishes 0", DIED),
+    ("mpich", "vanishes 5", DIED),
     ("mpich", "runs out", OUT_OF_BATCHES),
     ("open mpi", "stalls", STALLED),
     ("open mpi", "leaves 3", LEFT),
