@@ -88,7 +88,7 @@ def _measured(options: argparse.Namespace) -> tuple[Measurement, bool]:
 def _report(options: argparse.Namespace, measurement: Measurement) -> None:
     situation = measurement.situation
     predictions = [predict(situation, candidate) for candidate in situation.aggregations]
-    advice = advise(predictions)
+    advice = advise(predictions, measurement.measured)
     # With JSON on stdout, people read stderr.
     out = sys.stderr if options.json == "-" else sys.stdout
     print(report.table(situation, predictions, measurement.measured), file=out)

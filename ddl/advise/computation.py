@@ -8,11 +8,13 @@ an aggregation waits for them.
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,6 +60,9 @@ class Computation:
         self._ready_samples = Samples(comm, max)  # an aggregation waits for the last rank
         self._part_samples = Samples(comm)
         self._shares: list[float] = []
+        threads = torch.get_num_threads()
+        neighbours = messages.gather_objects(comm, (machine(), usable_cores(), threads))
+        self._usable = usable_per_rank(neighbours, comm.rank)
 
     def on_gradient(self, index: int, place: int) -> None:
         """See `ddl.reduction.hooks.Listener`."""
@@ -100,10 +105,8 @@ class Computation:
 
     @property
     def own_share(self) -> float:
-        """Of the cores that these ranks could use, what they got, if all hosts are alike."""
-        ranks = self._comm.local_size
-        usable = min(cores(), ranks * torch.get_num_threads())
-        return min(1.0, statistics.median(self._shares) * ranks / usable)
+        """Of the cores that these ranks could use, what they got, if all machines are alike."""
+        return min(1.0, statistics.median(self._shares) / self._usable)
 
     @property
     def backward_seconds(self) -> float:
@@ -175,7 +178,32 @@ class Computation:
 
 def cores() -> int:
     """Cores that this process may use."""
+    return len(usable_cores())
+
+
+def usable_cores() -> list[int]:
+    """Their numbers."""
     try:
-        return len(os.sched_getaffinity(0))
+        return sorted(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
+        return list(range(os.cpu_count() or 1))
+
+
+def machine() -> str:
+    """The same on all ranks that share a machine, even where each has a network of its own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not on Linux
+        return platform.node()
+
+
+def usable_per_rank(ranks: Sequence[tuple[str, Sequence[int], int]], rank: int) -> float:
+    """Cores for one rank, if those of a machine share what they may use.
+
+    Args:
+        ranks: of each rank its machine, the cores it may use, and its number of threads.
+        rank: whose machine counts.
+    """
+    here = [(usable, threads) for place, usable, threads in ranks if place == ranks[rank][0]]
+    available = len(set().union(*(usable for usable, _ in here)))
+    return min(available, sum(threads for _, threads in here)) / len(here)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ddl.advise.advice import Advice
-from ddl.advise.candidates import Candidate
+from ddl.advise.advice import Advice, Measured
 from ddl.advise.predictions import Prediction
 from ddl.advise.situation import Situation
-
-Measured = Mapping[Candidate, tuple[float, float]]
 
 COLUMNS = (
     ("compressor", 16),
@@ -143,6 +140,7 @@ def as_object(
         "predictions": {p.candidate.label: _prediction(p, situation) for p in predictions},
         "recommendation": {
             "candidate": advice.best.candidate.label,
+            "by_prediction": advice.by_prediction.candidate.label,
             **advice.best.candidate.arguments,
             "sentence": advice.sentence,
         },

@@ -8,6 +8,7 @@ from situations import LINKS, situation
 from ddl.advise import candidates
 from ddl.advise.advice import advise
 from ddl.advise.candidates import find
+from ddl.advise.computation import usable_per_rank
 from ddl.advise.measured import imagined
 from ddl.advise.predictions import predict
 from ddl.links import Line, Links
@@ -100,6 +101,31 @@ def test_a_slow_network_calls_for_a_compressor_and_a_fast_one_for_none():
 def test_of_near_ties_the_one_that_leaves_least_to_later_steps_is_advised():
     toy = situation("topk", "gtopk:butterfly", P=2, links=Links(Line(1e-4, 1e-9)))
     assert advised(toy).best.candidate.compressor == "topk"
+
+
+def test_real_steps_decide_where_all_candidates_have_them():
+    toy = situation("none", "topk", "gtopk:butterfly", P=2, links=Links(Line(1e-4, 1e-7)))
+    predictions = [predict(toy, candidate) for candidate in toy.aggregations]
+    dense, topk, gtopk = toy.aggregations
+    measured = {dense: (0.9, 0.01), topk: (0.203, 0.01), gtopk: (0.193, 0.01)}
+    advice = advise(predictions, measured)
+    assert advice.best.candidate is gtopk and advice.by_prediction.candidate is topk
+    assert "193 ms instead of 900 ms dense, 4.66 times" in advice.sentence
+    assert advice.sentence.endswith("by measurement; predictions alone would have said topk.")
+    near = advise(predictions, {**measured, topk: (0.198, 0.01)})
+    assert near.best.candidate is topk  # 2.6 % slower: alike
+    assert "predictions alone" not in near.sentence
+    del measured[dense]
+    assert advise(predictions, measured).best.candidate is topk
+
+
+def test_ranks_on_one_machine_share_its_cores_whatever_their_network():
+    two = ("a", [0, 1], 2)
+    assert usable_per_rank([two], 0) == 2
+    assert usable_per_rank([two] * 4, 3) == 0.5
+    assert usable_per_rank([two, two, ("b", [0, 1], 2)], 2) == 2
+    assert usable_per_rank([("a", [0], 1), ("a", [1], 1)], 0) == 1
+    assert usable_per_rank([("a", range(16), 4)] * 2, 1) == 4
 
 
 def test_random_k_is_advised_only_where_nothing_else_is_compared():
