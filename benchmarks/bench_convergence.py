@@ -10,7 +10,9 @@ learning rate of images is P times --lr, rises in a tenth of the run, and falls 
 
 Ranks are threads of this process, so P may be 32 on a laptop. Every finished run is one line of
 --results, and is not run again: a grid that was interrupted is started anew by the same command.
-Bytes are those a rank sends, on average over ranks.
+Several processes may share the work, and the file: --part 1/2 and --part 2/2, each on its own core
+by taskset, are faster than one process on both. Bytes are those a rank sends, on average over
+ranks. With --equal-bytes larger ratios have smaller densities, by the formula of what is sent.
 
     python benchmarks/bench_convergence.py --quick              # one small run, in seconds
     python benchmarks/bench_convergence.py --dry-run --ranks 32 # what would be run
@@ -38,6 +40,8 @@ from convergence_tasks import TASKS, Data, Task
 from tqdm import tqdm
 
 from ddl import kernels
+from ddl.perfmodel import costs
+from ddl.wires import WIRES
 from ddl.workloads.idx import FASHION_MNIST_DIR
 
 QUICK = ("--tasks", "resnet20", "--compressors", "gtopk-exact", "--ranks", "2", "--epochs", "1")
@@ -66,6 +70,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     several("--ranks", [4], "numbers of workers", type=positive, metavar="P")
     several("--density", [0.001], "fractions sent", type=bench_arguments.density)
     several("--global-ratio", [1.0], f"global / local density of {SWEPT}", type=ratio)
+    several("--wire", ["plain"], "how entries travel", choices=list(WIRES))
     several("--seeds", [1], "of weights and order", type=bench_arguments.count)
     one("--epochs", 10, positive, "passes over the data")
     one("--batch-size", None, positive, "per worker; default 16 images, 4 streams of text")
@@ -82,6 +87,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     one("--vocabulary", Data.words, positive, "most frequent words kept")
     one("--hidden", Data.hidden, positive, "width of lstm")
     one("--results", Path("logs/convergence.jsonl"), Path, "file of finished runs")
+    one("--part", (1, 1), part, "I/N: of the runs to do, each N-th from the I-th")
+    parser.add_argument(
+        "--equal-bytes", action="store_true", help="lower the densities where ratios are above 1"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="DIR", help="draw the finished runs of these tasks and data"
     )
@@ -93,6 +102,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         args = parser.parse_args([*QUICK, *QUICK_DATA, *given])
     args.parser = parser
     return args
+
+
+def part(text: str) -> tuple[int, int]:
+    """`I/N` as two numbers.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    number, _, parts = text.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, got {text!r}")
+    return int(number), int(parts)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -115,6 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
         described = {name: describe(data, name) for name in tasks}
         waiting = [c for c in cells if key_of(asdict(c), described[c.task]) not in done]
         print(f"{len(cells)} runs, {len(cells) - len(waiting)} of them in {args.results} already")
+        first, parts = args.part
+        waiting = waiting[first - 1 :: parts]
         for number, cell in enumerate(waiting, start=1):
             if args.dry_run:
                 print(json.dumps(asdict(cell)))
@@ -134,22 +157,30 @@ def main(arguments: list[str] | None = None) -> None:
 def grid(args: argparse.Namespace, tasks: dict[str, Task]) -> list[Cell]:
     """The runs that were asked for, each once; dense ones have no densities to vary."""
     cells: dict[Cell, None] = {}
-    axes = (args.tasks, args.seeds, args.ranks, args.compressors, args.density, args.global_ratio)
-    for name, seed, P, compressor, density, ratio in itertools.product(*axes):
+    axes = (
+        *(args.tasks, args.seeds, args.ranks, args.compressors, args.density),
+        *(args.global_ratio, args.wire),
+    )
+    for name, seed, P, compressor, density, ratio, wire in itertools.product(*axes):
         recipe = tasks[name].recipe
         lr = (args.lr or recipe.lr) * (P if recipe.scales else 1)
         sparse = compressor in SPARSE
+        if compressor != SWEPT:
+            ratio = 1.0
+        if args.equal_bytes:
+            density *= costs.exact(P, 1).sent_bytes / costs.exact(P, 1, winners=ratio).sent_bytes
         cell = Cell(
             task=name,
             compressor=compressor,
             P=P,
-            density=density if sparse else 1.0,
-            global_ratio=ratio if compressor == SWEPT else 1.0,
+            density=float(f"{density:.4g}") if sparse else 1.0,
+            global_ratio=ratio,
             seed=seed,
             batch_size=args.batch_size or recipe.batch_size,
             epochs=args.epochs,
             lr=lr,
             density_warmup=args.density_warmup and sparse,
+            wire=wire if sparse and compressor != "randomk" else "plain",
         )
         cells[cell] = None
     return list(cells)
@@ -198,11 +229,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def append(path: Path, row: dict[str, Any]) -> None:
     """Add a line, on its own even where the last one was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_without_nan(row)) + "\n"
+    text = json.dumps(_plain(row)) + "\n"
     if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
         text = "\n" + text
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("ab", buffering=0) as file:  # one write, for other processes append, too
+        file.write(text.encode())
 
 
 def versions() -> dict[str, str]:
@@ -215,7 +246,8 @@ def line_of(row: dict[str, Any]) -> str:
     rate = next(key for key in row if key.startswith("seconds_per_1000_"))
     return (
         f"{cell['task']} {cell['compressor']} P={cell['P']} density={cell['density']:g} "
-        f"ratio={cell['global_ratio']:g} seed={cell['seed']}: {row['steps']} steps, "
+        f"ratio={cell['global_ratio']:g} wire={cell['wire']} seed={cell['seed']}: "
+        f"{row['steps']} steps, "
         f"train loss {row['train_loss']:.4f}, val loss {row['val_loss']:.4f}, "
         f"accuracy {100 * row['val_accuracy']:.2f} %, {row['bytes_per_step']:.0f} bytes a step, "
         f"{row['seconds']:.0f} s, {row[rate]:.2f} s per 1000 {rate.rpartition('_')[2]}"
@@ -223,12 +255,15 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-def _without_nan(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Numbers that are not finite become null; others keep seven digits."""
     if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_plain(inner) for inner in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

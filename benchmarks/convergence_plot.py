@@ -13,7 +13,7 @@ PANELS = (
     ("validations", "accuracy", "step", "validation accuracy"),
     ("validations", "accuracy", "bytes", "validation accuracy"),
 )
-SMOOTHED = 10  # points of a training curve, of 200 at most
+SMOOTHED = 5  # points of a training curve, of 100 at most
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -89,6 +89,8 @@ def _by_label(rows: list[Row]) -> dict[str, list[Row]]:
             label += f" x{cell['global_ratio']:g}"
         if cell["density_warmup"]:
             label += " warm-up"
+        if cell["wire"] != "plain":
+            label += f" {cell['wire']}"
         if len(recipes) > 1:
             label += _recipe(cell)
         by_label[label].append(row)

@@ -25,7 +25,9 @@ import ddl
 from ddl.comm import Communicator, threads
 
 TIMEOUT_SECONDS = 600.0
-MOST_POINTS = 200  # of a training curve
+MOST_POINTS = 100  # of a training curve
+JUDGED_AGAIN = 1.15  # times as many steps as at the time before: as fine early as late
+LEAST_STEPS_BETWEEN = 10
 MOST_SKIPPED_STEPS = 10  # after which a run has diverged
 WARMUP_SHARE = 0.1  # of all steps, in which the learning rate rises
 POWERSGD_RANK = 4
@@ -58,6 +60,7 @@ class Cell:
         epochs: passes over the data.
         lr: peak learning rate, of all ranks.
         density_warmup: whether the published densities come first.
+        wire: how entries travel, `plain` or `compact`.
     """
 
     task: str
@@ -70,6 +73,7 @@ class Cell:
     epochs: int
     lr: float
     density_warmup: bool
+    wire: str
 
 
 class _Rank:
@@ -91,7 +95,12 @@ class _Rank:
             return
         options: dict[str, Any] = {"compressor": "none"}
         if cell.compressor != DENSE:  # ranks stand for machines of their own
-            options = {**SPARSE[cell.compressor], "density": cell.density, "hierarchical": False}
+            options = {
+                **SPARSE[cell.compressor],
+                "density": cell.density,
+                "wire": cell.wire,
+                "hierarchical": False,
+            }
         if cell.global_ratio != 1:
             options["global_density"] = min(1.0, cell.density * cell.global_ratio)
         if cell.density_warmup:
@@ -156,7 +165,12 @@ def run(cell: Cell, task: Task, on_step: Callable[[], object] = lambda: None) ->
     def train(comm: Communicator) -> dict[str, Any]:
         rank = _Rank(cell, task.recipe, copy.deepcopy(first), comm)
         losses, sent, validations = [], [], []
-        step = 0
+        step, judge_at = 0, LEAST_STEPS_BETWEEN
+
+        def judge(most: int | None) -> None:
+            judged = _judge(task, rank.model, comm, computing, most)
+            validations.append({"step": step, **judged})
+
         for epoch in range(cell.epochs):
             rank.set_epoch(epoch)
             state = None
@@ -174,9 +188,12 @@ def run(cell: Cell, task: Task, on_step: Callable[[], object] = lambda: None) ->
                     on_step()
                 if rank.skipped_steps > MOST_SKIPPED_STEPS:
                     break
-            validations.append({"step": step, **_judge(task, rank.model, comm, computing)})
+                if step == judge_at and step < total_steps:
+                    judge(task.judged_between)
+                    judge_at = max(step + LEAST_STEPS_BETWEEN, int(JUDGED_AGAIN * step))
             if rank.skipped_steps > MOST_SKIPPED_STEPS:
                 break
+        judge(None)
         digest = ddl.parameters_digest(rank.model)
         rank.close()
         return {"losses": losses, "sent": sent, "validations": validations, "digest": digest}
@@ -198,15 +215,19 @@ def warmup_then_cosine(progress: float) -> float:
 
 @torch.no_grad()
 def _judge(
-    task: Task, model: nn.Module, comm: Communicator, computing: threading.Semaphore
+    task: Task,
+    model: nn.Module,
+    comm: Communicator,
+    computing: threading.Semaphore,
+    most: int | None,
 ) -> dict[str, float]:
-    """Loss and accuracy over all that is kept for judging; averages the buffers of batch norm."""
+    """Loss and accuracy over what is kept for judging; averages the buffers of batch norm."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.copy_(ddl.allreduce_mean(buffer))
     model.eval()
     with computing:
-        judged = task.judge(model, comm.rank, comm.size)
+        judged = task.judge(model, comm.rank, comm.size, most)
     model.train()
     everyone = ddl.gather_object(tuple(judged))
     loss, hits, count = (math.fsum(part) for part in zip(*everyone, strict=True))

@@ -21,7 +21,7 @@ from ddl.workloads.vgg import SmallVGG
 Batch = tuple[Tensor, Tensor]
 BPTT = 35
 JUDGED_COLUMNS = 32
-JUDGED_AT_ONCE = 250  # images
+JUDGED_AT_ONCE = 50  # images; more would not stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Task(Protocol):
     """What is counted: "images" or "tokens"."""
     samples: int
     """Of them, for training."""
+    judged_between: int
+    """Of those kept for judging, what is judged while training goes on."""
 
     def make_model(self) -> nn.Module:
         """A new model; its weights are drawn from torch's generator."""
@@ -76,14 +78,15 @@ class Task(Protocol):
     ) -> tuple[Tensor, State | None]:
         """Mean loss, and what the next batch needs."""
 
-    def judge(self, model: nn.Module, rank: int, P: int) -> Judged:
-        """Loss and hits on this rank's share of the data kept for that."""
+    def judge(self, model: nn.Module, rank: int, P: int, most: int | None) -> Judged:
+        """Loss and hits on this rank's share of the data kept for that, or of the first `most`."""
 
 
 class Images:
     """Fashion-MNIST: the first images of its training and of its test files."""
 
     unit = "images"
+    judged_between = 1000
 
     def __init__(
         self,
@@ -127,9 +130,9 @@ class Images:
         inputs, labels = batch
         return cross_entropy(model(inputs), labels), None
 
-    def judge(self, model: nn.Module, rank: int, P: int) -> Judged:
+    def judge(self, model: nn.Module, rank: int, P: int, most: int | None) -> Judged:
         """See `Task.judge`."""
-        images, labels = self._test[rank::P], self._test_labels[rank::P]
+        images, labels = self._test[rank:most:P], self._test_labels[rank:most:P]
         loss = hits = 0.0
         for part in range(0, len(images), JUDGED_AT_ONCE):
             some = slice(part, part + JUDGED_AT_ONCE)
@@ -143,6 +146,7 @@ class Text:
     """The source code of Python's standard library, or files."""
 
     unit = "tokens"
+    judged_between = 5000
 
     def __init__(
         self, files: list[Path], train: int, held_out: int, words: int, hidden: int
@@ -178,9 +182,11 @@ class Text:
         logits, state = model(inputs, state)
         return cross_entropy(logits.flatten(0, 1), targets.flatten()), state
 
-    def judge(self, model: nn.Module, rank: int, P: int) -> Judged:
-        """See `Task.judge`."""
-        inputs, targets = (part[:, rank::P] for part in judged_columns(self._valid, JUDGED_COLUMNS))
+    def judge(self, model: nn.Module, rank: int, P: int, most: int | None) -> Judged:
+        """See `Task.judge`; of all columns the first words."""
+        words = most and most // JUDGED_COLUMNS
+        columns = judged_columns(self._valid, JUDGED_COLUMNS)
+        inputs, targets = (part[:words, rank::P] for part in columns)
         loss, hits, count, state = 0.0, 0.0, 0, None
         for begin in range(0, len(inputs), BPTT) if inputs.shape[1] else ():
             logits, state = model(inputs[begin : begin + BPTT], state)

@@ -53,7 +53,8 @@ def test_a_run_is_kept_drawn_and_not_run_again(bench, tmp_path, capsys):
     assert (tmp_path / "pictures" / "lstm-P3.png").read_bytes().startswith(b"\x89PNG")
     assert row["ranks_agree"] is True
     assert row["validations"][-1]["step"] == row["curve"][-1]["step"] == row["steps"] == 4
-    assert row["validations"][-1]["bytes"] == row["bytes_per_step"] * row["steps"] > 0
+    sent = row["validations"][-1]["bytes"]
+    assert sent == pytest.approx(row["bytes_per_step"] * row["steps"]) and sent > 0
     capsys.readouterr()
     assert bench(*flags) == [row]
     assert "1 runs, 1 of them" in capsys.readouterr().out
@@ -85,6 +86,43 @@ def test_dense_ones_have_one_run_for_all_densities_and_one_contestant_has_ratios
     counts = {name: sum(cell["compressor"] == name for cell in cells) for name in CONTESTANTS}
     per_seed = {"none": 1, "powersgd-4": 1, "gtopk-exact": 4}
     assert counts == {name: 2 * per_seed.get(name, 2) for name in CONTESTANTS}
+
+
+def planned(bench, capsys, *flags):
+    with pytest.raises(FileNotFoundError):  # nothing is written
+        bench(*LSTM, *flags, "--dry-run")
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_processes_may_share_the_runs(bench, capsys):
+    flags = ("--compressors", "topk", "--seeds", "1", "2", "3", "4", "5")
+    parts = [planned(bench, capsys, *flags, "--part", f"{i}/2") for i in (1, 2)]
+    assert [len(part) for part in parts] == [3, 2]
+    seeds = [cell["seed"] for cell in (*parts[0], *parts[1])]
+    assert sorted(seeds) == [1, 2, 3, 4, 5]
+
+
+def test_part_is_checked(bench, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench(*LSTM, "--part", "3/2")
+    assert "expected I/N with 1 <= I <= N, got '3/2'" in capsys.readouterr().err
+
+
+def test_equal_bytes_lower_the_density_of_larger_ratios(bench, capsys):
+    flags = ("--compressors", "gtopk-exact", "none", "--ranks", "16", "--global-ratio", "1", "4")
+    cells = planned(bench, capsys, *flags, "--equal-bytes", "--density", "0.01")
+    # 2 k + 15/16 k entries are sent at ratio 1, 2 k + 15/4 k at ratio 4.
+    density = {cell["global_ratio"]: cell["density"] for cell in cells if cell["density"] < 1}
+    assert density == {1.0: 0.01, 4.0: pytest.approx(0.01 * 2.9375 / 5.75, rel=1e-3)}
+
+
+def test_formats_are_compared_where_entries_travel(bench, capsys):
+    flags = ("--compressors", "none", "topk", "randomk", "--wire", "plain", "compact")
+    cells = planned(bench, capsys, *flags)
+    wires = {cell["compressor"]: [] for cell in cells}
+    for cell in cells:
+        wires[cell["compressor"]].append(cell["wire"])
+    assert wires == {"none": ["plain"], "topk": ["plain", "compact"], "randomk": ["plain"]}
 
 
 CONTESTANTS = (
