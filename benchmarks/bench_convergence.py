@@ -34,9 +34,9 @@ from typing import Any
 
 import bench_arguments
 import torch
-from convergence_plot import draw
+from convergence_plot import draw_each
 from convergence_run import CONTESTANTS, SPARSE, Cell, run
-from convergence_tasks import TASKS, Data, Task
+from convergence_tasks import RECIPES, TASKS, Data, Task
 from tqdm import tqdm
 
 from ddl import kernels
@@ -116,9 +116,8 @@ def part(text: str) -> tuple[int, int]:
     return int(number), int(parts)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    data = Data(
+def data_of(args: argparse.Namespace) -> Data:
+    return Data(
         folder=args.data_dir,
         text=tuple(args.text),
         train_images=args.train_images,
@@ -128,9 +127,21 @@ def main(arguments: list[str] | None = None) -> None:
         words=args.vocabulary,
         hidden=args.hidden,
     )
+
+
+def keys(arguments: list[str]) -> list[str]:
+    """What identifies the runs of a command, in its order; needs no data."""
+    args = parse(arguments)
+    data = data_of(args)
+    return [key_of(asdict(cell), describe(data, cell.task)) for cell in grid(args)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    data = data_of(args)
     try:
         tasks = {name: TASKS[name](data) for name in args.tasks}
-        cells = grid(args, tasks)
+        cells = grid(args)
         rows = read_rows(args.results)
         done = {key_of(row["cell"], row["data"]) for row in rows}
         described = {name: describe(data, name) for name in tasks}
@@ -148,13 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
         if args.plot:
             rows = read_rows(args.results)
             rows = [row for row in rows if row["data"] == described.get(row["cell"]["task"])]
-            for picture in draw(rows, args.plot):
+            for picture in draw_each(rows, args.plot):
                 print(picture)
     except (ValueError, OSError) as error:
         args.parser.error(str(error))
 
 
-def grid(args: argparse.Namespace, tasks: dict[str, Task]) -> list[Cell]:
+def grid(args: argparse.Namespace) -> list[Cell]:
     """The runs that were asked for, each once; dense ones have no densities to vary."""
     cells: dict[Cell, None] = {}
     axes = (
@@ -162,7 +173,7 @@ def grid(args: argparse.Namespace, tasks: dict[str, Task]) -> list[Cell]:
         *(args.global_ratio, args.wire),
     )
     for name, seed, P, compressor, density, ratio, wire in itertools.product(*axes):
-        recipe = tasks[name].recipe
+        recipe = RECIPES[name]
         lr = (args.lr or recipe.lr) * (P if recipe.scales else 1)
         sparse = compressor in SPARSE
         if compressor != SWEPT:

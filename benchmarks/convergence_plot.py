@@ -16,41 +16,47 @@ PANELS = (
 SMOOTHED = 5  # points of a training curve, of 100 at most
 
 
-def draw(rows: list[Row], folder: Path) -> list[Path]:
-    """One picture for each task and number of ranks; a curve is the mean over seeds.
+def draw_each(rows: list[Row], folder: Path) -> list[Path]:
+    """One picture for each task and number of ranks, called by them.
 
     Raises:
         ValueError: there is nothing to draw.
     """
-    from matplotlib.figure import Figure  # not pyplot, which would choose a display
-
     if not rows:
         raise ValueError("no finished run, expected one or more to draw; run some first")
-    folder.mkdir(parents=True, exist_ok=True)
     pictures: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         pictures[row["cell"]["task"], row["cell"]["P"]].append(row)
-    paths = []
-    for (task, P), members in sorted(pictures.items()):
-        figure = Figure(figsize=(13, 9), layout="constrained")
-        for axis, (series, value, against, title) in zip(
-            figure.subplots(2, 2).flat, PANELS, strict=True
-        ):
-            for number, (label, runs) in enumerate(_by_label(members).items()):
-                places, values = mean_curve([run[series] for run in runs], value, against)
-                if series == "curve":
-                    values = running_mean(values, SMOOTHED)
-                style = ("-", "--", ":")[number // 10 % 3]
-                axis.plot(places, values, style, color=f"C{number % 10}", label=label)
-            axis.set_xlabel("step" if against == "step" else "bytes sent by a rank")
-            axis.set_title(title)
-            if against == "bytes" and any(row["bytes_per_step"] for row in members):
-                axis.set_xscale("log")
-            axis.legend(fontsize="x-small")
-        figure.suptitle(f"{task}, {P} workers")
-        paths.append(folder / f"{task}-P{P}.png")
-        figure.savefig(paths[-1], dpi=100)
-    return paths
+    return [
+        draw(members, folder / f"{task}-P{P}.png")
+        for (task, P), members in sorted(pictures.items())
+    ]
+
+
+def draw(rows: list[Row], path: Path, dpi: int = 100) -> Path:
+    """Loss and accuracy of runs of one task; a curve is the mean over seeds."""
+    from matplotlib.figure import Figure  # not pyplot, which would choose a display
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    for axis, (series, value, against, title) in zip(
+        figure.subplots(2, 2).flat, PANELS, strict=True
+    ):
+        for number, (label, runs) in enumerate(_by_label(rows).items()):
+            places, values = mean_curve([run[series] for run in runs], value, against)
+            if series == "curve":
+                values = running_mean(values, SMOOTHED)
+            style = ("-", "--", ":")[number // 10 % 3]
+            axis.plot(places, values, style, color=f"C{number % 10}", label=label)
+        axis.set_xlabel("step" if against == "step" else "bytes sent by a rank")
+        axis.set_title(title)
+        if against == "bytes" and any(row["bytes_per_step"] for row in rows):
+            axis.set_xscale("log")
+        axis.legend(fontsize="x-small")
+    cell = rows[0]["cell"]
+    figure.suptitle(f"{cell['task']}, {cell['P']} workers")
+    figure.savefig(path, dpi=dpi)
+    return path
 
 
 def mean_curve(

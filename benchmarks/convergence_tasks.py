@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,6 +44,15 @@ class Recipe:
     weight_decay: float
     clip: float | None
     batch_size: int
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "resnet20": Recipe(0.01, True, 0.9, 1e-4, None, 16),
+        "vgg": Recipe(0.005, True, 0.9, 1e-4, None, 16),
+        "lstm": Recipe(20.0, False, 0.0, 0.0, 0.25, 4),
+    }
+)
 
 
 class Judged(NamedTuple):
@@ -91,7 +101,7 @@ class Images:
     def __init__(
         self,
         make: Callable[[], nn.Module],
-        lr: float,
+        recipe: Recipe,
         folder: Path,
         train: int,
         test: int,
@@ -102,7 +112,7 @@ class Images:
             ValueError: it is not there, or broken, or too little.
         """
         self._make = make
-        self.recipe = Recipe(lr, True, 0.9, 1e-4, None, 16)
+        self.recipe = recipe
         self._train, self._labels = _images(folder, "train", train)
         self._test, self._test_labels = _images(folder, "t10k", test)
         self.samples = train
@@ -157,7 +167,7 @@ class Text:
             ValueError: a file cannot be read, or there is too little text.
         """
         corpus = read_corpus(files, "words" if files else "code", words, train, held_out)
-        self.recipe = Recipe(20.0, False, 0.0, 0.0, 0.25, 4)
+        self.recipe = RECIPES["lstm"]
         self._train, self._valid = corpus.train, corpus.valid
         self._words, self._hidden = len(corpus.words), hidden
         self.samples = len(corpus.train)
@@ -212,14 +222,14 @@ class Data:
 
 
 def _resnet20(data: Data) -> Task:
-    return Images(ResNet20, 0.01, data.folder, data.train_images, data.test_images)
+    return Images(ResNet20, RECIPES["resnet20"], data.folder, data.train_images, data.test_images)
 
 
 def _vgg(data: Data) -> Task:
     def make() -> nn.Module:
         return SmallVGG(size=28)
 
-    return Images(make, 0.005, data.folder, data.train_images, data.test_images)
+    return Images(make, RECIPES["vgg"], data.folder, data.train_images, data.test_images)
 
 
 def _lstm(data: Data) -> Task:
