@@ -93,7 +93,7 @@ def test_accuracy_is_the_mean_over_seeds_and_beside_dense(modules):
 def test_bytes_count_until_the_accuracy_is_first_seen(modules):
     table = modules("results_tables").bytes_to_accuracy(
         [
-            run("none", [0.5, 0.81, 0.9], 1e6),
+            run("none", [0.5, 0.81, 0.9, 0.86], 1e6),
             run("topk", [0.5, 0.6, 0.8, 0.82, 0.7], 1e4, density=0.01),
             run("gaussiank", [0.5, 0.6], 1e4, density=0.01),
         ]
