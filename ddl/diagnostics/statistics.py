@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddl.kernels.reference import gaussian_quantile
+
 BINS = 41  # odd, so that zero has a bin of its own
 RANGE_IN_DEVIATIONS = 4.0
 # Shapes need no more entries than this; every so-manyth is taken. Norms are of all entries.
@@ -82,3 +84,19 @@ def contraction(norm_left: float, norm: float, k: int, d: int) -> Contraction:
     kept = 1 - k / d
     left = (norm_left / norm) ** 2 if norm > 0 else 0.0
     return Contraction(left, kept, kept * kept)
+
+
+def gaussian_count(values: Tensor, k: int) -> int:
+    """Entries beyond the threshold that would select k of as many normal values.
+
+    mean + std * ppf(1 - k/d/2): arXiv 1911.08772, Algorithm 1, before its corrections.
+
+    Args:
+        values: finite, float32 [d].
+        k: from 0 to d.
+    """
+    if k == 0:
+        return 0
+    std, mean = torch.std_mean(values, correction=0)
+    cutoff = float(mean) + float(std) * gaussian_quantile(k, values.numel())
+    return int((values.abs() > max(cutoff, 0.0)).sum())
