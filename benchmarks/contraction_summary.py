@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Record = dict[str, Any]
-SLACK = 1e-6  # of contractions, which are quotients of float32 norms
+SLACK = 1e-9  # of contractions, which are quotients of float64 norms
 MOST_EXCEPTIONS = 20
 
 MEDIANS: dict[str, Callable[[Record], float | None]] = {

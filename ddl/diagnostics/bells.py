@@ -45,8 +45,8 @@ class Bell:
 def bell_of(values: Tensor) -> Bell:
     """Judge finite values, float32 [at least 1], unchanged, by a sample of them."""
     stride = -(-values.numel() // LARGEST_SAMPLE) | 1
-    sample = values[::stride].abs()
-    squares = np.square(sample[sample > 0].sort().values.cpu().numpy().astype(np.float64))
+    sample = values[::stride].abs().cpu().numpy()
+    squares = np.square(np.sort(sample[sample > 0]).astype(np.float64))
     n = len(squares)
     if n == 0:
         return Bell(dip=0.0, limit=1.0)

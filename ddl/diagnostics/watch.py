@@ -18,7 +18,7 @@ from ddl.diagnostics.ages import Ages
 from ddl.diagnostics.bells import bell_of
 from ddl.diagnostics.output import Output
 from ddl.diagnostics.plots import plot
-from ddl.diagnostics.statistics import contraction, gaussian_count, shape_of
+from ddl.diagnostics.statistics import contraction, gaussian_count, norm_of, shape_of
 from ddl.optimizer import DistributedOptimizer
 from ddl.reduction.buckets import Bucket
 
@@ -52,7 +52,8 @@ class Diagnostics:
       `median`, `p90`, `p99`, `max`, the `mean`, and `never`, the share never applied since the
       watch began; those are as old as the watch.
 
-    With `whole_buckets` each bucket gets a line as well, whose `layer` and `age` are null.
+    With `whole_buckets` each bucket gets a line as well, whose `layer` and `age` are null; a sample
+    then costs twice as much.
 
     Each step costs a pass over the picks; a sampled one a few over bucket and residual, on the
     engine's background thread: about half a second of one core for a ResNet-50, and 200 KB of
@@ -206,8 +207,8 @@ class _WatchedBucket:
         begin, end = (0, self._bounds[-1]) if place is None else self._bounds[place : place + 2]
         residual, gradient = seen.residual[begin:end], seen.flat[begin:end]
         values, picked = seen.picks.values[mine], mine.stop - mine.start
-        norm_left = float(torch.linalg.vector_norm(residual))
-        norm_dropped = float(torch.linalg.vector_norm(values[~included]))
+        norm_left = norm_of(residual)
+        norm_dropped = norm_of(values[~included])
         accumulated = residual.clone()
         accumulated[seen.picks.indices[mine].long() - begin] = values
         shape, bell, numel = shape_of(accumulated), bell_of(accumulated), residual.numel()
@@ -226,7 +227,7 @@ class _WatchedBucket:
             "bound_topk": measured.bound_topk,
             "dip": bell.dip,
             "bell_shaped": bell.shaped,
-            "gaussian_count": gaussian_count(accumulated, picked),
+            "gaussian_count": gaussian_count(accumulated, shape.norm, picked),
             "gradient": asdict(shape_of(gradient.float() / seen.loss_scale)),
             "accumulated": asdict(shape),
             "residual_norm": math.hypot(norm_left, norm_dropped),
