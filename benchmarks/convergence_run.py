@@ -20,9 +20,12 @@ from convergence_powersgd import PowerSGD
 from convergence_tasks import Recipe, Task
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
 
 import ddl
+from ddl import kernels
 from ddl.comm import Communicator, threads
+from ddl.diagnostics import Diagnostics
 
 TIMEOUT_SECONDS = 600.0
 MOST_POINTS = 100  # of a training curve
@@ -43,6 +46,8 @@ SPARSE: dict[str, dict[str, str]] = {
 }
 DENSE, POWERSGD = "none", f"powersgd-{POWERSGD_RANK}"
 CONTESTANTS = (DENSE, POWERSGD, *SPARSE)
+
+Watch = Callable[[ddl.DistributedOptimizer], Diagnostics]
 
 
 @dataclass(frozen=True)
@@ -136,13 +141,33 @@ class _Rank:
             self.optimizer.close()
 
 
-def run(cell: Cell, task: Task, on_step: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def run_behind_bar(
+    cell: Cell, task: Task, number: str, watch: Watch | None = None
+) -> dict[str, Any]:
+    """One run, behind a progress bar where there is a terminal; see `run`."""
+    # One thread a rank: as many ranks as there are cores compute at a time.
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
+    steps = cell.epochs * task.steps(cell.P, cell.batch_size)
+    title = f"{number} {cell.task} {cell.compressor} P={cell.P} density={cell.density:g}"
+    with tqdm(total=steps, desc=title, unit="step", leave=False, disable=None) as bar:
+        return run(cell, task, on_step=bar.update, watch=watch)
+
+
+def run(
+    cell: Cell,
+    task: Task,
+    on_step: Callable[[], object] = lambda: None,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
     """Train once.
 
     Args:
         cell: what to run.
         task: its task.
         on_step: is called after each step.
+        watch: is given rank 0's optimizer before the first step, one that sparsifies; what it
+            returns is closed after the last.
 
     Returns:
         For JSON: `curve`, training loss, mean over ranks, at most 200 points; `validations`, one
@@ -164,6 +189,9 @@ def run(cell: Cell, task: Task, on_step: Callable[[], object] = lambda: None) ->
 
     def train(comm: Communicator) -> dict[str, Any]:
         rank = _Rank(cell, task.recipe, copy.deepcopy(first), comm)
+        watched = None
+        if watch and comm.rank == 0 and isinstance(rank.optimizer, ddl.DistributedOptimizer):
+            watched = watch(rank.optimizer)
         losses, sent, validations = [], [], []
         step, judge_at = 0, LEAST_STEPS_BETWEEN
 
@@ -195,6 +223,8 @@ def run(cell: Cell, task: Task, on_step: Callable[[], object] = lambda: None) ->
                 break
         judge(None)
         digest = ddl.parameters_digest(rank.model)
+        if watched:
+            watched.close()
         rank.close()
         return {"losses": losses, "sent": sent, "validations": validations, "digest": digest}
 

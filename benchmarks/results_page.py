@@ -19,6 +19,7 @@ from typing import Any
 import bench_convergence
 import results_grids
 from convergence_plot import draw
+from convergence_rows import key_of, read_rows
 from results_files import FILE_TABLES
 from results_tables import TABLES
 
@@ -37,8 +38,7 @@ def runs_of(grid: str) -> list[dict[str, Any]]:
     """
     wanted = bench_convergence.keys(results_grids.flags(grid))
     finished = {
-        bench_convergence.key_of(row["cell"], row["data"]): row
-        for row in bench_convergence.read_rows(results_grids.CONVERGENCE)
+        key_of(row["cell"], row["data"]): row for row in read_rows(results_grids.CONVERGENCE)
     }
     missing = [key for key in wanted if key not in finished]
     if missing:
@@ -63,7 +63,7 @@ def table(name: str, sources: Sequence[str]) -> str:
     if name not in TABLES:
         raise ValueError(f"no table {name}, expected one of {', '.join([*TABLES, *FILE_TABLES])}")
     rows = {id(row): row for source in sources for row in runs_of(source)}
-    unique = {bench_convergence.key_of(r["cell"], r["data"]): r for r in rows.values()}
+    unique = {key_of(r["cell"], r["data"]): r for r in rows.values()}
     commands = "\n".join(f"    {results_grids.command(source)}" for source in sources)
     return f"{TABLES[name](list(unique.values()))}\n\n{commands}"
 

@@ -32,11 +32,11 @@ class Output:
         self._events = _event_writer(directory, first_step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One layer in one step."""
+        """One layer, or bucket, in one step."""
         print(json.dumps(_without_nan(record)), file=self._lines)
         if self._events is None:
             return
-        layer, step = record["layer"], record["step"]
+        layer, step = record["layer"] or f"bucket {record['bucket']}", record["step"]
         for key in SCALARS:
             self._events.add_scalar(f"{key}/{layer}", record[key], step)
         if record["age"] is not None:

@@ -71,7 +71,8 @@ def plot(directory: str | Path) -> Path:
 def _largest_layers(records: list[Record]) -> dict[str, list[Record]]:
     by_layer: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by_layer[record["layer"]].append(record)
+        if record["layer"] is not None:
+            by_layer[record["layer"]].append(record)
     largest = sorted(by_layer, key=lambda layer: (-by_layer[layer][0]["numel"], layer))
     return {layer: by_layer[layer] for layer in largest[:MOST_LAYERS]}
 

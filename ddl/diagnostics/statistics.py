@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddl.kernels.reference import gaussian_quantile
+
 BINS = 41  # odd, so that zero has a bin of its own
 RANGE_IN_DEVIATIONS = 4.0
 # Shapes need no more entries than this; every so-manyth is taken. Norms are of all entries.
@@ -36,9 +38,14 @@ class Shape:
     counts: list[int]
 
 
+def norm_of(values: Tensor) -> float:
+    """Euclidean; summed in float64, since float32 loses 0.1 % of a million equal values."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
 def shape_of(values: Tensor) -> Shape:
     """Describe finite values, float32 [at least 1], unchanged."""
-    norm = float(torch.linalg.vector_norm(values))
+    norm = norm_of(values)
     # An odd stride, so that it does not fall in step with the even sizes of layers.
     stride = -(-values.numel() // LARGEST_SAMPLE) | 1
     sample = values[::stride]
@@ -82,3 +89,22 @@ def contraction(norm_left: float, norm: float, k: int, d: int) -> Contraction:
     kept = 1 - k / d
     left = (norm_left / norm) ** 2 if norm > 0 else 0.0
     return Contraction(left, kept, kept * kept)
+
+
+def gaussian_count(values: Tensor, norm: float, k: int) -> int:
+    """Entries beyond the threshold that would select k of as many normal values.
+
+    mean + std * ppf(1 - k/d/2): arXiv 1911.08772, Algorithm 1, before its corrections.
+
+    Args:
+        values: finite, float32 [d].
+        norm: Euclidean, of the values.
+        k: from 0 to d.
+    """
+    if k == 0:
+        return 0
+    d = values.numel()
+    mean = float(values.mean(dtype=torch.float64))
+    std = math.sqrt(max(0.0, norm * norm / d - mean * mean))
+    cutoff = mean + std * gaussian_quantile(k, d)
+    return int((values.abs() > max(cutoff, 0.0)).sum())

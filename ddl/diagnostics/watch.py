@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ddl.aggregation.aggregator import Observation
 from ddl.diagnostics.ages import Ages
+from ddl.diagnostics.bells import bell_of
 from ddl.diagnostics.output import Output
 from ddl.diagnostics.plots import plot
-from ddl.diagnostics.statistics import contraction, shape_of
+from ddl.diagnostics.statistics import contraction, gaussian_count, norm_of, shape_of
 from ddl.optimizer import DistributedOptimizer
 from ddl.reduction.buckets import Bucket
 
@@ -41,12 +42,18 @@ class Diagnostics:
       the global one); null where nothing was picked;
     * `contraction`, `bound_random`, `bound_topk`: see `statistics.Contraction`, of this layer's
       part of the accumulated values and of those picked from it;
+    * `dip`, `bell_shaped`: see `bells.Bell`, of the accumulated values; whether `bound_topk`
+      is promised for them;
+    * `gaussian_count`: entries beyond the threshold that would select `picked` of normal values;
     * `gradient`, `accumulated`: see `statistics.Shape`, both in the units of the unscaled gradient;
     * `residual_norm`: Euclidean norm of what the rank owes after the step, before rounding errors
       of a compact wire;
     * `age`: steps since an entry was last applied, over a sample of the layer's entries: quantiles
       `median`, `p90`, `p99`, `max`, the `mean`, and `never`, the share never applied since the
       watch began; those are as old as the watch.
+
+    With `whole_buckets` each bucket gets a line as well, whose `layer` and `age` are null; a sample
+    then costs twice as much.
 
     Each step costs a pass over the picks; a sampled one a few over bucket and residual, on the
     engine's background thread: about half a second of one core for a ResNet-50, and 200 KB of
@@ -60,6 +67,7 @@ class Diagnostics:
         *,
         every: int = 50,
         directory: str | os.PathLike[str],
+        whole_buckets: bool = False,
     ) -> None:
         """Begin to watch.
 
@@ -68,6 +76,8 @@ class Diagnostics:
             every: steps from one sample to the next.
             directory: for the files; is made if it is missing. What another run has left in it of
                 this step and later ones is replaced.
+            whole_buckets: whether to record each bucket as a whole, too: entries are selected from
+                it, and so it is what theorems about a selection speak of.
 
         Raises:
             ValueError: nothing is sparsified on this rank in a way that can be watched.
@@ -76,7 +86,7 @@ class Diagnostics:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}; it is a number of steps")
         self._optimizer = optimizer
-        self._every = every
+        self._every, self._whole_buckets = every, whole_buckets
         self._watched: list[_WatchedBucket] = []
         self._find_buckets()
         if not self._watched:
@@ -112,7 +122,9 @@ class Diagnostics:
         for bucket, aggregator in self._optimizer.reducer.owing:
             watched = known.pop(id(aggregator), None)
             if watched is None and hasattr(aggregator, "observer"):
-                watched = _WatchedBucket(bucket, aggregator, self._optimizer, self._every)
+                watched = _WatchedBucket(
+                    bucket, aggregator, self._optimizer, self._every, self._whole_buckets
+                )
             if watched is not None:
                 self._watched.append(watched)
         for left in known.values():
@@ -137,9 +149,14 @@ class _WatchedBucket:
     """
 
     def __init__(
-        self, bucket: Bucket, aggregator: Any, optimizer: DistributedOptimizer, every: int
+        self,
+        bucket: Bucket,
+        aggregator: Any,
+        optimizer: DistributedOptimizer,
+        every: int,
+        whole: bool,
     ) -> None:
-        self._bucket, self.aggregator = bucket, aggregator
+        self._bucket, self.aggregator, self._whole = bucket, aggregator, whole
         self._reducer, self._every = optimizer.reducer, every
         lengths = [member.parameter.numel() for member in bucket.members]
         self._bounds = [sum(lengths[:place]) for place in range(len(lengths) + 1)]
@@ -164,7 +181,7 @@ class _WatchedBucket:
         else:
             self._ages.applied(self._included, step)
         for place, record in enumerate(self._records):
-            record["age"] = self._age(place, step)
+            record["age"] = None if record["layer"] is None else self._age(place, step)
         return self._records
 
     def _observe(self, seen: Observation) -> None:
@@ -179,24 +196,27 @@ class _WatchedBucket:
         for place, (low, high) in enumerate(pairwise(cuts)):
             mine = slice(low, high)
             self._records.append(self._describe(place, seen, mine, included[mine], in_total[mine]))
+        if self._whole:
+            everything = slice(0, picks.count)
+            self._records.append(self._describe(None, seen, everything, included, in_total))
 
     def _describe(
-        self, place: int, seen: Observation, mine: slice, included: Tensor, in_total: Tensor
+        self, place: int | None, seen: Observation, mine: slice, included: Tensor, in_total: Tensor
     ) -> dict[str, Any]:
-        """One layer; `mine` are its picks."""
-        residual = self._bucket.part(seen.residual, place)
-        gradient = self._bucket.part(seen.flat, place)
+        """One layer, or the whole bucket; `mine` are its picks."""
+        begin, end = (0, self._bounds[-1]) if place is None else self._bounds[place : place + 2]
+        residual, gradient = seen.residual[begin:end], seen.flat[begin:end]
         values, picked = seen.picks.values[mine], mine.stop - mine.start
-        norm_left = float(torch.linalg.vector_norm(residual))
-        norm_dropped = float(torch.linalg.vector_norm(values[~included]))
+        norm_left = norm_of(residual)
+        norm_dropped = norm_of(values[~included])
         accumulated = residual.clone()
-        accumulated[seen.picks.indices[mine].long() - self._bounds[place]] = values
-        shape, numel = shape_of(accumulated), residual.numel()
+        accumulated[seen.picks.indices[mine].long() - begin] = values
+        shape, bell, numel = shape_of(accumulated), bell_of(accumulated), residual.numel()
         measured = contraction(norm_left, shape.norm, picked, numel)
         return {
             "step": self._reducer.step,
             "bucket": self._bucket.index,
-            "layer": self._bucket.members[place].name,
+            "layer": None if place is None else self._bucket.members[place].name,
             "numel": numel,
             "picked": picked,
             "density": picked / numel,
@@ -205,6 +225,9 @@ class _WatchedBucket:
             "contraction": measured.left,
             "bound_random": measured.bound_random,
             "bound_topk": measured.bound_topk,
+            "dip": bell.dip,
+            "bell_shaped": bell.shaped,
+            "gaussian_count": gaussian_count(accumulated, shape.norm, picked),
             "gradient": asdict(shape_of(gradient.float() / seen.loss_scale)),
             "accumulated": asdict(shape),
             "residual_norm": math.hypot(norm_left, norm_dropped),

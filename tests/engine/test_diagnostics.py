@@ -21,13 +21,15 @@ def read(directory):
     return [json.loads(line) for line in lines]
 
 
-def watch(comm, directory, steps=5, every=2, **kwargs):
+def watch(comm, directory, steps=5, every=2, whole_buckets=False, **kwargs):
     """Trains, watched on rank 0; returns the model and the residuals."""
     model = toy.make_model(seed=comm.rank)
     optimizer = toy.wrap(model, **kwargs)
     diagnostics = None
     if directory is not None and comm.rank == 0:
-        diagnostics = Diagnostics(optimizer, every=every, directory=directory)
+        diagnostics = Diagnostics(
+            optimizer, every=every, directory=directory, whole_buckets=whole_buckets
+        )
     for step in range(steps):
         optimizer.zero_grad()
         toy.backward(model, comm.rank, step)
@@ -108,6 +110,27 @@ def test_the_residual_norm_is_that_of_the_residual(tmp_path):
     _, (residual,) = results[0]
     last = [record["residual_norm"] for record in read(tmp_path) if record["step"] == 2]
     assert math.hypot(*last) == pytest.approx(float(residual.norm()), rel=1e-5)
+
+
+def test_a_whole_bucket_is_the_sum_of_its_layers(tmp_path):
+    threads.run(2, lambda comm: watch(comm, tmp_path, every=1, whole_buckets=True))
+    records = read(tmp_path)
+    wholes = [record for record in records if record["layer"] is None]
+    assert [whole["step"] for whole in wholes] == [0, 1, 2, 3, 4]
+    for whole in wholes:
+        layers = [r for r in records if r["step"] == whole["step"] and r["layer"] is not None]
+        for key in ("numel", "picked"):
+            assert whole[key] == sum(layer[key] for layer in layers)
+        squares = [layer["accumulated"]["norm"] ** 2 for layer in layers]
+        assert whole["accumulated"]["norm"] ** 2 == pytest.approx(sum(squares), rel=1e-5)
+        left = sum(
+            layer["contraction"] * square for layer, square in zip(layers, squares, strict=True)
+        )
+        assert whole["contraction"] == pytest.approx(left / sum(squares), rel=1e-5)
+        assert whole["residual_norm"] == pytest.approx(
+            math.hypot(*(layer["residual_norm"] for layer in layers)), rel=1e-5
+        )
+        assert whole["age"] is None
 
 
 def test_what_is_dropped_at_a_merge_is_not_included_and_stays_owed(tmp_path):

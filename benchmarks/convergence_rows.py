@@ -1,0 +1,86 @@
+"""The files of finished runs: one line each, by which a run is known and not run again."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from convergence_run import Cell
+from convergence_tasks import Data
+
+
+def describe(data: Data, task: str) -> dict[str, Any]:
+    """What identifies the data of a run, besides its cell."""
+    if task != "lstm":
+        return {"train_images": data.train_images, "test_images": data.test_images}
+    return {
+        "text": [file.name for file in data.text],
+        "train_tokens": data.train_tokens,
+        "held_out_tokens": data.held_out_tokens,
+        "words": data.words,
+        "hidden": data.hidden,
+    }
+
+
+def still_to_run(
+    cells: list[Cell], data: dict[str, dict[str, Any]], path: Path, part: tuple[int, int]
+) -> list[Cell]:
+    """Of the cells those that are not finished, and of these this process' part; says how many.
+
+    Args:
+        cells: of the grid.
+        data: by task, what identifies a run besides its cell.
+        path: of the finished runs.
+        part: I of N processes that share the work, from 1 on.
+    """
+    done = {key_of(row["cell"], row["data"]) for row in read_rows(path)}
+    waiting = [cell for cell in cells if key_of(asdict(cell), data[cell.task]) not in done]
+    print(f"{len(cells)} runs, {len(cells) - len(waiting)} of them in {path} already")
+    first, parts = part
+    return waiting[first - 1 :: parts]
+
+
+def key_of(cell: dict[str, Any], data: dict[str, Any]) -> str:
+    """The same for equal runs."""
+    return json.dumps([cell, data], sort_keys=True)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Finished runs; a line that was cut off by an interruption is none."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a line, on its own even where the last one was cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_plain(row)) + "\n"
+    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        text = "\n" + text
+    with path.open("ab", buffering=0) as file:  # one write, for other processes append, too
+        file.write(text.encode())
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "machine": platform.machine()}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that are not finite become null; others keep seven digits."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.7g}") if math.isfinite(value) else None
