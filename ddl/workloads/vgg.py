@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+VGG16_BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # convolutions, channels
+
 
 class SmallVGG(nn.Module):
     """Three pairs of 3x3 convolutions, each pair halving the image, then two linear layers.
@@ -48,14 +50,12 @@ class VGG16(nn.Module):
     place of three, since five halvings leave one pixel of a 32x32 image.
     """
 
-    BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # convolutions, channels
-
     def __init__(self, num_classes: int = 10) -> None:
         """Random weights; `num_classes` is the length of the output."""
         super().__init__()
         layers: list[nn.Module] = []
         before = 3
-        for convolutions, width in self.BLOCKS:
+        for convolutions, width in VGG16_BLOCKS:
             for _ in range(convolutions):
                 layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
                 before = width
