@@ -2,16 +2,18 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import recipes
 
 import ddl
 from ddl.compressors import GTOPK_CHOICES
 from ddl.wires import WIRES
 
 DATASETS = ("digits", "fashion-mnist", "cifar10", "imagefolder")
-PUBLISHED_WARMUP = "0.25,0.0625,0.015625,0.004"
 
 
 class BadInput(ValueError):
@@ -59,6 +61,11 @@ def densities(text: str) -> tuple[float, ...]:
     return () if text == "none" else tuple(density(part) for part in text.split(","))
 
 
+def epochs(text: str) -> tuple[float, ...]:
+    """Epochs at which something happens, or `none`."""
+    return () if text == "none" else tuple(positive_float(part) for part in text.split(","))
+
+
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, where there is one."""
 
@@ -84,6 +91,23 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
 
 
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Reads a command line behind that of its recipe, so that flags given there win.
+
+    Returns:
+        The arguments; `recipe` is a `recipes.UsedRecipe`, or None.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    if args.recipe is not None:
+        recipe = recipes.RECIPES[args.recipe]
+        args = parser.parse_args([*recipe.words, *given])
+        args.recipe = recipes.use(recipe, given)
+    return args
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; `arguments` stands in for it in tests.
 
@@ -94,6 +118,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "train_resnet50.py",
         "Train an image classifier with sparsified gradients, one process per worker.",
     )
+    add_recipe(parser, recipes.IMAGES)
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", choices=DATASETS, default="digits", help="what to learn")
     data.add_argument("--data-dir", type=Path, help="folder of fashion-mnist or cifar10")
@@ -105,7 +130,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     data.add_argument("--workers", type=count, default=0, help="loader processes per worker")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--model", default="resnet50", help="resnet20 or one of torchvision")
+    training.add_argument(
+        "--model", default="resnet50", help="resnet20, vgg16-cifar, or one of torchvision"
+    )
     training.add_argument("--batch-size", type=positive_int, default=16, help="images per worker")
     training.add_argument("--epochs", type=positive_int, default=8, help="passes over the data")
     training.add_argument("--max-steps", type=positive_int, help="end after so many steps")
@@ -113,7 +140,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--base-lr", type=positive_float, default=0.01, help="learning rate of one worker"
     )
     training.add_argument(
-        "--warmup-epochs", type=not_negative, default=2.0, help="rise from base-lr to P * base-lr"
+        "--lr-scaling",
+        choices=("linear", "none"),
+        default="linear",
+        help="the peak rate: P * base-lr, or base-lr",
+    )
+    training.add_argument(
+        "--warmup-epochs", type=not_negative, default=2.0, help="rise to the peak from 1/P of it"
+    )
+    training.add_argument(
+        "--lr-steps",
+        type=epochs,
+        default="none",
+        help="epochs after which the rate falls to a tenth; none: it falls along half a cosine",
     )
     training.add_argument("--momentum", type=momentum, default=0.9, help="of SGD")
     training.add_argument("--wd", type=not_negative, default=1e-4, help="weight decay")
@@ -122,6 +161,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
     add_timeline(training)
 
+    add_checkpoints(parser)
+    add_compression(parser)
+    args = parse(parser, arguments)
+    _check_together(args)
+    check_checkpoints(args)
+    check_compression(args)
+    return args
+
+
+def add_recipe(parser: argparse.ArgumentParser, script: str) -> None:
+    """What `parse` reads."""
+    choices = recipes.names(script)
+    recipe = parser.add_argument_group(
+        "recipe",
+        "Published settings of gTop-k S-SGD. Flags given beside it win, as in: mpirun -np 4 python "
+        f"examples/{script} --recipe {choices[0]} --batch-size 128",
+    )
+    recipe.add_argument("--recipe", choices=choices, help="what the defaults are taken from")
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """What `checkpoints.Checkpoints` reads."""
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument(
         "--checkpoint-dir", type=Path, help="save here after each epoch and at the end"
@@ -132,12 +193,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     checkpoints.add_argument(
         "--resume", action="store_true", help="go on from the newest one in --checkpoint-dir"
     )
-
-    add_compression(parser)
-    args = parser.parse_args(arguments)
-    _check_together(args)
-    check_compression(args)
-    return args
 
 
 def add_timeline(group: Any) -> None:
@@ -157,7 +212,7 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
     compression.add_argument(
         "--density-warmup",
         type=densities,
-        default=PUBLISHED_WARMUP,
+        default=recipes.PUBLISHED_WARMUP,
         help="densities of the first epochs, or none",
     )
     compression.add_argument(
@@ -192,10 +247,10 @@ def _check_together(args: argparse.Namespace) -> None:
     folders = args.dataset == "imagefolder"
     for flag, value in (("--train-dir", args.train_dir), ("--val-dir", args.val_dir)):
         if folders and value is None and not args.synthetic:
-            raise BadInput(
-                f"--dataset imagefolder without {flag}, expected a folder with one sub-folder of "
-                f"images per class; add {flag} PATH"
-            )
+            asked, data = "--dataset imagefolder", "a folder with a sub-folder of images per class"
+            if args.recipe is not None and "--dataset" not in args.recipe.overridden:
+                asked, data = f"--recipe {args.recipe.recipe.name}", args.recipe.recipe.data
+            raise BadInput(f"{asked} without {flag}, expected {data}; add {flag} PATH")
         if not folders and value is not None:
             raise BadInput(
                 f"{flag} with --dataset {args.dataset}, expected imagefolder; "
@@ -210,6 +265,10 @@ def _check_together(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--download with --dataset {args.dataset}, expected cifar10; leave --download out"
         )
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    """Of the arguments of `add_checkpoints`, those that need each other."""
     for flag, value in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
         if value and not args.checkpoint_dir:
             raise BadInput(

@@ -145,8 +145,9 @@ def _cifar10(folder: Path, download: bool, size: int) -> ImageData:
         )
     except (RuntimeError, OSError) as error:
         raise BadInput(
-            f"no CIFAR-10 in {folder} ({one_line(error)}); "
-            "point --data-dir at it, or add --download to fetch it"
+            f"no CIFAR-10 in {folder} ({one_line(error)}); unpack cifar-10-python.tar.gz of "
+            "https://www.cs.toronto.edu/~kriz/cifar.html there, point --data-dir at where it is, "
+            "or add --download to fetch it"
         ) from error
 
 

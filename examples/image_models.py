@@ -1,8 +1,9 @@
-"""Image classifiers by name: every classifier of torchvision, and resnet20 in its CIFAR form."""
+"""Image classifiers by name: torchvision's, and two that were made for images of 32x32 pixels."""
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from arguments import BadInput, one_line
@@ -12,7 +13,11 @@ from torch.nn.functional import cross_entropy
 from torchvision import models
 
 from ddl.workloads.resnet20 import ResNet20
+from ddl.workloads.vgg import VGG16
 
+SMALL: Mapping[str, Callable[[int], nn.Module]] = MappingProxyType(
+    {"resnet20": ResNet20, "vgg16-cifar": VGG16}
+)
 IMAGE_SIZES = (32, 64, 128, 224, 299)
 AUXILIARY_WEIGHT = 0.3  # Szegedy et al. 2014, arXiv 1409.4842, section 5
 
@@ -31,7 +36,7 @@ _ARGUMENTS = {
 
 def model_names() -> list[str]:
     """All names that `build_model` takes."""
-    return ["resnet20", *models.list_models(module=models)]
+    return [*SMALL, *models.list_models(module=models)]
 
 
 def build_model(name: str, num_classes: int) -> nn.Module:
@@ -40,13 +45,13 @@ def build_model(name: str, num_classes: int) -> nn.Module:
     Raises:
         BadInput: the name is unknown.
     """
-    if name == "resnet20":
-        return ResNet20(num_classes)
+    if name in SMALL:
+        return SMALL[name](num_classes)
     if name not in model_names():
         close = difflib.get_close_matches(name, model_names(), n=3) or ["resnet50", "resnet20"]
         raise BadInput(
-            f"unknown --model {name!r}, expected resnet20 or a classifier of torchvision.models, "
-            f"such as {', '.join(close)}"
+            f"unknown --model {name!r}, expected {', '.join(SMALL)} or a classifier of "
+            f"torchvision.models, such as {', '.join(close)}"
         )
     family = re.split(r"[_\d]", name)[0]
     return models.get_model(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import arguments as shared
+import recipes
 
 from ddl.workloads.lstm import SIZES
 from ddl.workloads.text import TOKENIZERS
@@ -23,6 +24,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "train_lstm.py",
         "Train a language model with sparsified gradients, one process per worker.",
     )
+    shared.add_recipe(parser, recipes.LANGUAGE)
     data = parser.add_argument_group("text")
     data.add_argument(
         "--text", type=Path, nargs="+", default=[], help="files; default: Python's own library"
@@ -54,7 +56,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--base-lr", type=shared.positive_float, default=20.0, help="learning rate, on any P"
     )
     training.add_argument(
-        "--lr-decay", type=shared.at_least_one, default=4.0, help="divisor where nothing improves"
+        "--lr-decay",
+        type=shared.at_least_one,
+        default=4.0,
+        help="divisor after an epoch without improvement; 1: the rate stays",
     )
     training.add_argument("--clip", type=shared.positive_float, default=0.25, help="gradient norm")
     training.add_argument("--momentum", type=shared.momentum, default=0.0, help="of SGD")
@@ -64,9 +69,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--log-dir", type=Path, help="default: logs/lstm-SIZE-COMPRESSOR-P")
     shared.add_timeline(training)
 
+    shared.add_checkpoints(parser)
     shared.add_compression(parser)
-    args = parser.parse_args(arguments)
+    args = shared.parse(parser, arguments)
+    shared.check_checkpoints(args)
     shared.check_compression(args)
+    if args.recipe is not None and not args.text:
+        recipe = args.recipe.recipe
+        raise shared.BadInput(
+            f"--recipe {recipe.name} without --text, expected {recipe.data}; "
+            "add --text ptb.train.txt ptb.valid.txt ptb.test.txt"
+        )
     args.tokenizer = args.tokenizer or ("words" if args.text else "code")
     if args.train_tokens is None:
         args.train_tokens = 0 if args.text else DEFAULT_TRAIN_TOKENS

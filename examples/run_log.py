@@ -83,6 +83,34 @@ class RunLog:
         return text
 
 
+def continued(folder: Path, step: int) -> RunLog:
+    """The log of a run that is resumed: it keeps what the folder's says until a step.
+
+    Raises:
+        BadInput: the folder cannot be written.
+    """
+    records = _records_until(step, folder / "metrics.jsonl")
+    log = RunLog(folder)
+    for record in records:
+        lists = {key: value for key, value in record.items() if isinstance(value, list)}
+        values = {key: value for key, value in record.items() if key not in lists}
+        log.record(values.pop("step"), values.pop("epoch"), values, lists)
+    return log
+
+
+def _records_until(step: int, path: Path) -> list[dict[str, Any]]:
+    """The lines of an interrupted run's metrics.jsonl up to a step; the last may be cut off."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] <= step:
+            records.append(record)
+    return records
+
+
 def _json_number(value: Any) -> Any:
     """None for what JSON cannot say: NaN and the infinities."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,7 @@
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import sleep
 from typing import Any, Protocol
@@ -11,15 +11,19 @@ from typing import Any, Protocol
 import torch
 from arguments import BadInput, one_line
 from ranks import mean_over_ranks, rank_by_launcher
-from run_log import RunLog
+from run_log import RunLog, continued
 from torch import nn
 
 import ddl
 from ddl.diagnostics import Diagnostics
 
+logger = logging.getLogger("script")
+
 
 class Trainer(Protocol):
     """What `run_script` runs on each rank."""
+
+    args: Namespace
 
     def run(self) -> bool:
         """Trains; returns whether all ranks hold the same parameters."""
@@ -46,6 +50,8 @@ def run_script(name: str, make_trainer: Callable[[], Trainer]) -> int:
         return 2
     level = logging.INFO if ddl.rank() == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", level=level)
+    if trainer.args.recipe is not None:
+        logger.info("%s", trainer.args.recipe)
     try:
         agree = trainer.run()
     except ddl.GradientError as problem:  # a model that leaves a parameter out
@@ -100,10 +106,66 @@ def watch(
         raise BadInput(one_line(error)) from error
 
 
+def open_log(args: Namespace, name: str, step: int) -> RunLog:
+    """This rank's log of a run, in a folder of this name if the arguments give none.
+
+    Args:
+        args: of the run; with --resume the log of the steps before is kept.
+        name: of model and data.
+        step: steps taken before.
+
+    Raises:
+        BadInput: the folder cannot be written.
+    """
+    folder = args.log_dir or Path("logs") / f"{name}-{args.compressor}-P{ddl.size()}"
+    if ddl.rank() != 0:
+        return RunLog(None)
+    return continued(folder, step) if args.resume else RunLog(folder)
+
+
 def choose_device(args: Namespace) -> torch.device:
     if args.no_cuda or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", ddl.local_rank() % torch.cuda.device_count())
+
+
+def last_step(args: Namespace, steps_per_epoch: int) -> int:
+    """The step to end after, counted from 1."""
+    end = args.epochs * steps_per_epoch
+    return min(end, args.max_steps or end)
+
+
+def per_second(amount: float, step_seconds: Sequence[float]) -> float:
+    """Rate of what a step gets through; the first also compiles, allocates and starts threads."""
+    seconds = step_seconds[1:] or step_seconds
+    return amount * len(seconds) / sum(seconds)
+
+
+def report(
+    own: dict[str, Any],
+    model: nn.Module,
+    optimizer: ddl.DistributedOptimizer,
+    log: RunLog,
+    args: Namespace,
+) -> bool:
+    """Tells on rank 0 where the time went, then the summary, as summary.json has it. Collective.
+
+    Args:
+        own: what the script has to say itself.
+        model: that was trained.
+        optimizer: that trained it.
+        log: of this rank.
+        args: of the run.
+
+    Returns:
+        Whether all ranks hold the same parameters.
+    """
+    logger.info("%s", ddl.metrics.summary(optimizer))
+    engine = engine_summary(model, optimizer, log, args)
+    text = log.finish({**own, **engine})
+    if ddl.rank() == 0:
+        print(text, flush=True)
+    return engine["parameters_agree"]
 
 
 def engine_summary(
@@ -112,6 +174,7 @@ def engine_summary(
     """For summary.json: how gradients were aggregated, and whether ranks agree. Collective."""
     digests = ddl.gather_object(ddl.parameters_digest(model))
     return {
+        "recipe": args.recipe and args.recipe.as_dict(),
         "P": ddl.size(),
         "compressor": args.compressor,
         "collective": optimizer.compressor.collective_name,

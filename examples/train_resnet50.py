@@ -4,7 +4,8 @@
 All that ddl asks of a training script starts with `ddl.` below; the rest is plain PyTorch.
 --batch-size and --base-lr are those of one worker. The learning rate rises linearly from base-lr to
 P * base-lr in --warmup-epochs (Goyal et al. 2017, arXiv 1706.02677), then falls to 0 along half a
-cosine. The density falls through --density-warmup, one value an epoch, to --density.
+cosine. The density falls through --density-warmup, one value an epoch, to --density. --lr-scaling
+and --lr-steps are other habits, and --recipe sets all of it as a paper has it (recipes.py).
 
 Rank 0 writes <log-dir>/metrics.jsonl (one line per step, of its own batches and clock, and one per
 validation, of all ranks), TensorBoard events, and summary.json, which is also the last line
@@ -20,23 +21,31 @@ Exit code: 0; 1 if the parameters of the ranks differ at the end; 2 for argument
 cannot be used.
 """
 
-import json
 import logging
 import math
 import sys
 from argparse import Namespace
-from pathlib import Path
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
-from arguments import BadInput, one_line, parse_arguments
+from arguments import BadInput, parse_arguments
+from checkpoints import Checkpoints, check_goes_on
 from data_order import Repeatable, ResumableSampler
 from image_data import ImageData, count_classes, load_data
 from image_models import IMAGE_SIZES, build_model, choose_image_size, training_loss
 from ranks import average_buffers, limit_threads, mean_over_ranks, on_all_ranks
-from run_log import RunLog
-from script import choose_device, engine_summary, run_script, watch, wrap
+from script import (
+    choose_device,
+    last_step,
+    open_log,
+    per_second,
+    report,
+    run_script,
+    watch,
+    wrap,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -46,9 +55,8 @@ import ddl
 
 logger = logging.getLogger("train_resnet50")
 
-CHECKPOINTS_KEPT = 2
 # What a run must be resumed with as it was begun.
-LASTING = ("dataset", "image_size", "batch_size", "base_lr", "momentum", "wd", "seed")
+LASTING = ("dataset", "image_size", "batch_size", "base_lr", "lr_scaling", "momentum", "wd", "seed")
 
 
 def main() -> int:
@@ -77,12 +85,21 @@ class Trainer:
 
         self.optimizer = on_all_ranks(self.make_optimizer)
         self.schedule = LambdaLR(self.optimizer, self.learning_rate_factor)
+        self.last_step = last_step(args, self.steps_per_epoch)
+        self.checkpoints = Checkpoints(
+            args,
+            {name: getattr(args, name) for name in LASTING},
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.schedule,
+        )
         self.step_seconds: list[float] = []
         self.step = self.epoch = 0
         self.position = 0  # images of the epoch that all ranks together have seen
         if args.resume:
             on_all_ranks(self.resume)
-        self.log = on_all_ranks(lambda: open_log(args, self.step))
+        name = f"{args.model}-{args.dataset}"
+        self.log = on_all_ranks(lambda: open_log(args, name, self.step))
         self.diagnostics = on_all_ranks(lambda: watch(self.optimizer, args, self.log.folder))
 
     def make_optimizer(self) -> ddl.DistributedOptimizer:
@@ -90,40 +107,27 @@ class Trainer:
         args = self.args
         sgd = torch.optim.SGD(
             self.model.parameters(),
-            lr=args.base_lr * ddl.size(),
+            lr=self.peak_lr,
             momentum=args.momentum,
             weight_decay=args.wd,
         )
         return wrap(sgd, self.model, args)
 
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after warm-up."""
+        return self.args.base_lr * (ddl.size() if self.args.lr_scaling == "linear" else 1)
+
     def learning_rate_factor(self, step: int) -> float:
         """Share of the peak learning rate in a step, counted from 0."""
-        args = self.args
-        return warmup_then_cosine(
-            step / self.steps_per_epoch, args.warmup_epochs, args.epochs, 1 / ddl.size()
-        )
-
-    @property
-    def last_step(self) -> int:
-        """The step to end after, counted from 1."""
-        last_step = self.args.epochs * self.steps_per_epoch
-        return min(last_step, self.args.max_steps or last_step)
+        args, epoch, start = self.args, step / self.steps_per_epoch, 1 / ddl.size()
+        if args.lr_steps:
+            return warmup_then_steps(epoch, args.warmup_epochs, args.lr_steps, start)
+        return warmup_then_cosine(epoch, args.warmup_epochs, args.epochs, start)
 
     def save(self, epoch: int) -> None:
         """Writes a checkpoint, if one is wanted; `epoch` is the one to go on in."""
-        args = self.args
-        if args.checkpoint_dir:
-            ddl.save_checkpoint(
-                args.checkpoint_dir,
-                model=self.model,
-                optimizer=self.optimizer,
-                scheduler=self.schedule,
-                epoch=epoch,
-                step=self.step,
-                position=self.position,
-                extra={name: str(getattr(args, name)) for name in LASTING},
-                keep=CHECKPOINTS_KEPT,
-            )
+        self.checkpoints.save(epoch, self.step, self.position)
 
     def resume(self) -> None:
         """Goes on where the newest checkpoint stands.
@@ -132,21 +136,7 @@ class Trainer:
             BadInput: there is none, or it is one of another run, or the run has ended.
         """
         args, P = self.args, ddl.size()
-        try:
-            restored = ddl.load_checkpoint(
-                args.checkpoint_dir,
-                model=self.model,
-                optimizer=self.optimizer,
-                scheduler=self.schedule,
-            )
-        except ddl.DDLError as error:
-            raise BadInput(f"--resume: {one_line(error)}") from error
-        for name, value in restored.extra.items():
-            if str(getattr(args, name)) != value:
-                raise BadInput(
-                    f"--resume with {name} {getattr(args, name)}, expected {value} as in "
-                    f"{restored.path}; give the same, or leave --resume out"
-                )
+        restored, _ = self.checkpoints.resume()
         self.epoch, seen = restored.epoch, restored.position // P
         steps_left = (len(self.sampler) - seen) // args.batch_size
         if steps_left == 0:  # only with other ranks than before
@@ -154,14 +144,10 @@ class Trainer:
         self.sampler.start, self.position = seen, seen * P
         self.step = (self.epoch + 1) * self.steps_per_epoch - steps_left
         if restored.P != P:
-            self.schedule.base_lrs = [args.base_lr * P]
+            self.schedule.base_lrs = [self.peak_lr]
             self.schedule.last_epoch = self.step - 1
             self.schedule.step()
-        if self.step >= self.last_step:
-            raise BadInput(
-                f"--resume: {restored.path} is at step {self.step}, expected one before step "
-                f"{self.last_step}, where the run ends; raise --epochs or --max-steps"
-            )
+        check_goes_on(restored, self.step, self.last_step)
 
     def run(self) -> bool:
         """Trains and validates; returns whether all ranks hold the same parameters."""
@@ -223,13 +209,12 @@ class Trainer:
                 },
                 metrics.by_bucket(),
             )
-            every, ended = self.args.checkpoint_every, self.step == self.last_step
             # At the end of an epoch the run is saved after the validation, which changes it.
-            if self.step < (epoch + 1) * self.steps_per_epoch:
-                if ended or (every and self.step % every == 0):
-                    self.save(epoch)
-                    done = perf_counter()
-            if ended:
+            within = self.step < (epoch + 1) * self.steps_per_epoch
+            if within and self.checkpoints.due(self.step, self.last_step):
+                self.save(epoch)
+                done = perf_counter()
+            if self.step == self.last_step:
                 break
         return mean_over_ranks(sum(losses) / len(losses))
 
@@ -250,10 +235,6 @@ class Trainer:
     def summarize(self, train_loss: float, val_accuracy: float) -> bool:
         """Prints the line of results on rank 0 and writes it to summary.json."""
         args = self.args
-        where = ddl.metrics.summary(self.optimizer)
-        engine = engine_summary(self.model, self.optimizer, self.log, args)
-        # The first step also compiles, allocates and starts threads.
-        seconds = self.step_seconds[1:] or self.step_seconds
         summary = {
             "model": args.model,
             "dataset": args.dataset,
@@ -261,14 +242,9 @@ class Trainer:
             "steps": self.step,
             "val_accuracy": val_accuracy,
             "train_loss": train_loss,
-            "images_per_second": args.batch_size * ddl.size() * len(seconds) / sum(seconds),
-            **engine,
+            "images_per_second": per_second(args.batch_size * ddl.size(), self.step_seconds),
         }
-        logger.info("%s", where)
-        text = self.log.finish(summary)
-        if ddl.rank() == 0:
-            print(text, flush=True)
-        return engine["parameters_agree"]
+        return report(summary, self.model, self.optimizer, self.log, args)
 
 
 def choose_model(args: Namespace) -> tuple[nn.Module, int]:
@@ -338,32 +314,11 @@ def warmup_then_cosine(epoch: float, warmup: float, epochs: int, start: float) -
     return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def open_log(args: Namespace, step: int) -> RunLog:
-    """The log of the run, which keeps what it says of the steps before one that is resumed."""
-    default = Path("logs") / f"{args.model}-{args.dataset}-{args.compressor}-P{ddl.size()}"
-    folder = args.log_dir or default
-    if ddl.rank() != 0:
-        return RunLog(None)
-    earlier = records_until(step, folder / "metrics.jsonl") if args.resume else []
-    log = RunLog(folder)
-    for record in earlier:
-        lists = {key: value for key, value in record.items() if isinstance(value, list)}
-        values = {key: value for key, value in record.items() if key not in lists}
-        log.record(values.pop("step"), values.pop("epoch"), values, lists)
-    return log
-
-
-def records_until(step: int, path: Path) -> list[dict[str, Any]]:
-    """The lines of an interrupted run's metrics.jsonl up to a step; the last may be cut off."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if record["step"] <= step:
-            records.append(record)
-    return records
+def warmup_then_steps(epoch: float, warmup: float, steps: Sequence[float], start: float) -> float:
+    """Factor of the peak rate: `start` to 1 in `warmup` epochs, then a tenth from each step on."""
+    if epoch < warmup:
+        return start + (1 - start) * epoch / warmup
+    return 0.1 ** sum(epoch >= step for step in steps)
 
 
 def hits(logits: Tensor, labels: Tensor) -> int:

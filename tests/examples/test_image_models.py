@@ -20,12 +20,19 @@ def test_resnet20_is_the_published_size():
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("resnet20", 32), ("resnet50", 32), ("vgg16", 32), ("alexnet", 64), ("googlenet", 32)],
+    [
+        *(("resnet20", 32), ("vgg16-cifar", 32), ("resnet50", 32), ("vgg16", 32), ("alexnet", 64)),
+        ("googlenet", 32),
+    ],
 )
 def test_published_models_train_on_small_images(name, size):
     model = build_model(name, 10)
     assert choose_image_size(model, batch_size=16) == size
     assert why_refused(model, 16, size) == ""
+
+
+def test_vgg16_for_small_images_is_the_published_size():
+    assert sum(p.numel() for p in build_model("vgg16-cifar", 10).parameters()) == 14_728_266
 
 
 def test_choosing_an_image_size_changes_nothing():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from launch import ROOT
-from train_resnet50 import warmup_then_cosine
+from train_resnet50 import warmup_then_cosine, warmup_then_steps
 
 import ddl
 
@@ -37,6 +37,12 @@ STEP_KEYS = {
 def test_learning_rate_rises_in_a_line_then_falls_along_a_cosine():
     rates = [warmup_then_cosine(epoch, 2, 10, start=0.25) for epoch in (0, 1, 2, 6, 10)]
     assert rates == pytest.approx([0.25, 0.625, 1.0, 0.5, 0.0])
+
+
+def test_learning_rate_falls_to_a_tenth_at_each_of_the_given_epochs():
+    epochs = (0, 1, 2, 3.9, 4, 7, 8, 99)
+    rates = [warmup_then_steps(epoch, 2, (4, 8), start=0.25) for epoch in epochs]
+    assert rates == pytest.approx([0.25, 0.625, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 
 def test_learning_rate_without_warmup_starts_at_the_peak():
