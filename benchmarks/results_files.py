@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from results_tables import markdown
@@ -87,8 +87,55 @@ def cluster(rows: Sequence[Row]) -> str:
     return markdown(("aggregation", "ms", "KB a rank", "times auto"), lines)
 
 
+def contraction(rows: Sequence[Row]) -> str:
+    """What selection leaves, from bench_contraction.py; of layers, then of whole buckets."""
+    lines = []
+    for row in rows:
+        cell, layers, buckets = row["cell"], row["layers"], row["buckets"]["each"]
+        held = layers["held"]
+        lines.append(
+            (
+                f"{cell['task']}, `{cell['compressor']}`",
+                str(held["judged"]),
+                _percent(held["within_topk"]),
+                str(held["bell_shaped"]),
+                _percent(held["bell_within_topk"]),
+                _range(bucket["contraction"] for bucket in buckets),
+                _range(bucket["bound_topk"] for bucket in buckets),
+                _range(bucket["bound_random"] for bucket in buckets),
+            )
+        )
+    header = (
+        *("run", "samples of layers", "at or below (1-k/d)²", "bell-shaped", "of these below"),
+        *("bucket: left", "(1-k/d)²", "1-k/d"),
+    )
+    found = [
+        f"* {row['cell']['task']}, `{row['cell']['compressor']}`, {worst['name']}, step "
+        f"{worst['step']}: {worst['contraction']:.4f} left, bound {worst['bound_topk']:.4f}, "
+        f"{'' if worst['bell_shaped'] else 'not '}bell-shaped"
+        for row in rows
+        for worst in row["layers"]["exceptions"] + row["buckets"]["exceptions"]
+    ]
+    listed = "Above (1-k/d)²: " + ("none." if not found else "\n\n" + "\n".join(found))
+    return f"{markdown(header, lines)}\n\n{listed}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _range(values: Iterable[float]) -> str:
+    """Of the medians of several buckets."""
+    low, *_, high = sorted([*values] * 2)
+    return f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+
+
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.{1 if milliseconds < 100 else 0}f}"
 
 
-FILE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"advice": advice, "cluster": cluster}
+FILE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "advice": advice,
+    "cluster": cluster,
+    "contraction": contraction,
+}
