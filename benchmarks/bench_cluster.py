@@ -44,6 +44,7 @@ from cluster_network import (
 )
 from collective_contenders import ALGORITHMS, DEFAULT
 
+from ddl import flags
 from ddl.wires import WIRES
 
 HERE = Path(__file__).resolve().parent
@@ -54,12 +55,12 @@ QUICK = {"numel": 1_000_000, "repeats": 3, "hosts": [2]}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = bench_arguments.Parser(
+    parser = flags.Parser(
         prog="bench_cluster.py",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    hosts = bench_arguments.number(
+    hosts = flags.number(
         int, lambda value: 2 <= value <= MOST_HOSTS, f"a whole number from 2 to {MOST_HOSTS}"
     )
     parser.add_argument("--hosts", nargs="+", type=hosts, default=[8], help="how many")
@@ -68,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--numel", type=bench_arguments.numel, default=RESNET50, help="entries of the gradient"
     )
     parser.add_argument(
-        "--density", type=bench_arguments.density, default=0.001, help="fraction of entries kept"
+        "--density", type=flags.density, default=0.001, help="fraction of entries kept"
     )
     parser.add_argument(
         "--correlation", type=bench_arguments.correlation, default=0.0, help="of ranks' gradients"
@@ -84,16 +85,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--late",
-        type=bench_arguments.not_negative,
+        type=flags.not_negative,
         default=0.0,
         metavar="SECONDS",
         help="also measure what ranks use of a core while the last one is so late",
     )
+    parser.add_argument("--repeats", type=flags.positive_int, default=7, help="samples of a row")
     parser.add_argument(
-        "--repeats", type=bench_arguments.positive_int, default=7, help="samples of a row"
-    )
-    parser.add_argument(
-        "--json", type=bench_arguments.output_file, help="write one JSON object a row to this file"
+        "--json", type=flags.output_file, help="write one JSON object a row to this file"
     )
     parser.add_argument("--quick", action="store_true", help=f"try it out: {QUICK}")
     options = parser.parse_args(arguments)

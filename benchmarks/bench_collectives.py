@@ -40,7 +40,7 @@ from collective_gradients import Fate, fate, picks
 from collective_timing import Counting, Sample, Stopwatch, spread
 
 import ddl
-from ddl import kernels
+from ddl import flags, kernels
 from ddl.collectives import messages
 from ddl.comm import Communicator, threads
 from ddl.density import entries
@@ -54,7 +54,7 @@ LONG_CALL_REPEATS = 3
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = bench_arguments.Parser(
+    parser = flags.Parser(
         prog="bench_collectives.py",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -64,32 +64,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(flag, nargs="+", default=default, help=help, **more)
 
     several("--numel", [25_557_032], "entries of the gradient", type=bench_arguments.numel)
-    several("--density", [0.001], "fraction of entries kept", type=bench_arguments.density)
+    several("--density", [0.001], "fraction of entries kept", type=flags.density)
     several("--correlation", [0.0], "of ranks' gradients", type=bench_arguments.correlation)
     several("--algorithms", list(DEFAULT), "what to time", choices=list(ALGORITHMS))
     several("--wire", ["plain"], "formats of the engine's messages", choices=list(WIRES))
-    parser.add_argument(
-        "--repeats", type=bench_arguments.positive_int, default=11, help="samples of a row"
-    )
+    parser.add_argument("--repeats", type=flags.positive_int, default=11, help="samples of a row")
     parser.add_argument(
         "--ranks",
-        type=bench_arguments.positive_int,
+        type=flags.positive_int,
         metavar="P",
         help="ranks as threads of this process, instead of under mpirun",
     )
     parser.add_argument(
         "--late",
-        type=bench_arguments.not_negative,
+        type=flags.not_negative,
         default=0.0,
         metavar="SECONDS",
         help="also measure what ranks use of a core while the last one is so late",
     )
     parser.add_argument("--interface", help="also count the bytes that leave by it, such as eth0")
-    parser.add_argument("--seed", type=bench_arguments.count, default=0, help="of the gradients")
+    parser.add_argument("--seed", type=flags.count, default=0, help="of the gradients")
     parser.add_argument(
-        "--json", type=bench_arguments.output_file, help="write one JSON object a row to this file"
+        "--json", type=flags.output_file, help="write one JSON object a row to this file"
     )
-    parser.add_argument("--plot", type=bench_arguments.plot_file, help="write a chart to this file")
+    parser.add_argument("--plot", type=flags.plot_file, help="write a chart to this file")
     options = parser.parse_args(arguments)
     if options.ranks is None and not bench_arguments.is_mpi_job():
         parser.error("one process is no cluster; use mpirun -np P, or --ranks P for threads")
@@ -238,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.ranks, lambda comm: work(comm, options, file), timeout=TIMEOUT_SECONDS
         )[0]
 
-    if options.json and bench_arguments.is_first_rank():
+    if options.json and flags.is_first_rank():
         with options.json.open("w") as file:
             rows = start(file)
     else:

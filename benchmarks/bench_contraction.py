@@ -36,7 +36,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import bench_arguments
 import convergence_arguments
 from contraction_plot import draw
 from contraction_summary import summarise
@@ -45,6 +44,7 @@ from convergence_rows import append, describe, read_rows, still_to_run, versions
 from convergence_run import SPARSE, Cell, run_behind_bar
 from convergence_tasks import RECIPES, TASKS, Task
 
+from ddl import flags
 from ddl.diagnostics import Diagnostics
 from ddl.diagnostics.output import read_records
 
@@ -55,7 +55,7 @@ QUICK_DATA = ("--train-images", "256", "--test-images", "64", "--every", "4")
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = convergence_arguments.Parser("bench_contraction.py", __doc__, list(SPARSE))
-    parser.one("--every", 25, bench_arguments.positive_int, "steps from one sample to the next")
+    parser.one("--every", 25, flags.positive_int, "steps from one sample to the next")
     parser.set_defaults(
         compressors=list(COMPARED),
         density=[0.01],

@@ -28,7 +28,6 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-import bench_arguments
 import convergence_arguments
 from convergence_arguments import data_of
 from convergence_plot import draw_each
@@ -36,6 +35,7 @@ from convergence_rows import append, describe, key_of, read_rows, still_to_run, 
 from convergence_run import CONTESTANTS, SPARSE, Cell, run_behind_bar
 from convergence_tasks import RECIPES, TASKS
 
+from ddl import flags
 from ddl.perfmodel import costs
 from ddl.wires import WIRES
 
@@ -46,7 +46,7 @@ SWEPT = "gtopk-exact"  # the contestant that has a global density of its own
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = convergence_arguments.Parser("bench_convergence.py", __doc__, CONTESTANTS)
-    ratio = bench_arguments.number(float, lambda value: value >= 1, "a number of 1 or more")
+    ratio = flags.number(float, lambda value: value >= 1, "a number of 1 or more")
     parser.several("--global-ratio", [1.0], f"global / local density of {SWEPT}", type=ratio)
     parser.several("--wire", ["plain"], "how entries travel", choices=list(WIRES))
     parser.add_argument(

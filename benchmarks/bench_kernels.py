@@ -53,7 +53,7 @@ from bench_rivals import add, composition
 from bench_select import DTYPES, Case, Outcome, Select, device_operations
 from bench_timing import timer
 
-from ddl import kernels
+from ddl import flags, kernels
 
 RIVAL_REPEATS = 5  # a rival takes many times as long, and its noise matters less
 
@@ -229,9 +229,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(op, device, dtype, numel, density, distribution, threads, prediction)
 
 
-PLOT_FORMATS = (".png", ".pdf", ".svg")
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
@@ -278,8 +275,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and not path.resolve().parent.is_dir():
             parser.error(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if options.plot is not None and options.plot.suffix not in PLOT_FORMATS:
-        parser.error(f"--plot {options.plot}, expected a name in {', '.join(PLOT_FORMATS)}")
+    if options.plot is not None and options.plot.suffix not in flags.PLOT_FORMATS:
+        parser.error(f"--plot {options.plot}, expected a name in {', '.join(flags.PLOT_FORMATS)}")
     return options
 
 

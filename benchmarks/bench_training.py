@@ -38,7 +38,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-import bench_arguments
 import collective_report
 import torch
 import training_report as report
@@ -50,6 +49,7 @@ from training_models import MODELS, Scale, why_refused
 from training_prediction import predict, profile
 
 import ddl
+from ddl import flags
 from ddl.collectives import messages
 from ddl.comm import Communicator
 from ddl.workloads.idx import FASHION_MNIST_DIR
@@ -62,7 +62,7 @@ QUICK_LENGTH = ("--num-batches-per-iter", "2", "--num-iters", "2")
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = bench_arguments.Parser(
+    parser = flags.Parser(
         prog="bench_training.py",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -74,14 +74,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     def switch(flag: str, default: bool, help: str) -> None:
         parser.add_argument(flag, default=default, action=BooleanOptionalAction, help=help)
 
-    positive, count = bench_arguments.positive_int, bench_arguments.count
+    positive, count = flags.positive_int, flags.count
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="to train"
     )
     one("--batch-size", None, positive, "samples per worker; default the papers', small on CPUs")
     one("--image-size", None, positive, "pixels of a side, for models that take any size")
     one("--compressor", "gtopk", str, "how gradients travel", choices=ddl.COMPRESSORS)
-    one("--density", 0.001, bench_arguments.density, "fraction of entries kept")
+    one("--density", 0.001, flags.density, "fraction of entries kept")
     one("--data", "synthetic", str, "random, or real; text for lstm", choices=SOURCES)
     one("--data-dir", FASHION_MNIST_DIR, Path, "folder of Fashion-MNIST")
     one("--prefetch", 0, count, "processes that read batches ahead; 0: read when needed")
@@ -94,7 +94,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     one("--num-warmup-batches", 10 if cuda else 2, count, "iterations that do not count")
     one("--num-batches-per-iter", 10 if cuda else 2, positive, "iterations of a rate")
     one("--num-iters", 10 if cuda else 5, positive, "rates")
-    one("--json", None, bench_arguments.output_file, "write one JSON object a model to this file")
+    one("--json", None, flags.output_file, "write one JSON object a model to this file")
     parser.add_argument("--quick", action="store_true", help="one small model; given flags win")
     args = parser.parse_args(arguments)
     if args.quick:

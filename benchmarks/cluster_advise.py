@@ -23,6 +23,7 @@ from bench_cluster import end, rate
 from cluster_launch import find_mpiexec, run_mpi
 from cluster_network import MOST_HOSTS, ClusterError, Network, check_machine, sweep
 
+from ddl import flags
 from ddl.advise import __main__ as advise
 from ddl.advise import arguments as advise_arguments
 
@@ -31,14 +32,14 @@ JOB_SECONDS = 3600.0
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = bench_arguments.Parser(
+    parser = flags.Parser(
         prog="cluster_advise.py",
         description=(__doc__ or "").partition("\n")[0],
         epilog="all other flags: python -m ddl.advise --help",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    hosts = bench_arguments.number(
+    hosts = flags.number(
         int, lambda value: 2 <= value <= MOST_HOSTS, f"a whole number from 2 to {MOST_HOSTS}"
     )
     parser.add_argument("--hosts", type=hosts, default=4, help="how many, one worker on each")

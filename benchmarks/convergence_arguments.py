@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_arguments
 from convergence_tasks import TASKS, Data
 
+from ddl import flags
 from ddl.workloads.idx import FASHION_MNIST_DIR
 
 
-class Parser(bench_arguments.Parser):
+class Parser(flags.Parser):
     """Knows what such benchmarks have in common: the grid, the recipe, the data, the results."""
 
     def __init__(self, prog: str, doc: str | None, compressors: Sequence[str]) -> None:
@@ -30,13 +30,13 @@ class Parser(bench_arguments.Parser):
             description=(doc or "").partition("\n")[0],
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        several, one, positive = self.several, self.one, bench_arguments.positive_int
-        rate = bench_arguments.number(float, lambda value: value > 0, "a number above 0")
+        several, one, positive = self.several, self.one, flags.positive_int
+        rate = flags.number(float, lambda value: value > 0, "a number above 0")
         several("--tasks", ["resnet20"], "what is trained", choices=list(TASKS))
         several("--compressors", list(compressors), "what is compared", choices=list(compressors))
         several("--ranks", [4], "numbers of workers", type=positive, metavar="P")
-        several("--density", [0.001], "fractions sent", type=bench_arguments.density)
-        several("--seeds", [1], "of weights and order", type=bench_arguments.count)
+        several("--density", [0.001], "fractions sent", type=flags.density)
+        several("--seeds", [1], "of weights and order", type=flags.count)
         one("--epochs", 10, positive, "passes over the data")
         one("--batch-size", None, positive, "per worker; default 16 images, 4 streams of text")
         one("--lr", None, rate, "of one worker; default the task's")

@@ -1,15 +1,15 @@
 """Command lines of the examples. A wrong argument raises BadInput, which names the cure."""
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import recipes
 
 import ddl
+from ddl import flags
 from ddl.compressors import GTOPK_CHOICES
 from ddl.wires import WIRES
 
@@ -25,45 +25,17 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
-def number(
-    kind: type[int] | type[float], condition: Callable[[Any], bool], expected: str
-) -> Callable[[str], Any]:
-    """An argparse type: a finite int or float that fulfils the condition."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-            good = math.isfinite(value) and condition(value)
-        except (ValueError, OverflowError):
-            good = False
-        if not good:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
-        return value
-
-    return parse
-
-
-positive_int = number(int, lambda value: value >= 1, "a whole number of 1 or more")
-count = number(int, lambda value: value >= 0, "a whole number of 0 or more")
-positive_float = number(float, lambda value: value > 0, "a number above 0")
-at_least_one = number(float, lambda value: value >= 1, "a number of 1 or more")
-not_negative = number(float, lambda value: value >= 0, "a number of 0 or more")
-momentum = number(float, lambda value: 0 <= value < 1, "a number in [0, 1)")
-density = number(
-    float,
-    lambda value: 0 < value <= 1,
-    "a density in (0, 1]; it is the fraction of entries kept, not a percentage",
-)
+momentum = flags.number(float, lambda value: 0 <= value < 1, "a number in [0, 1)")
 
 
 def densities(text: str) -> tuple[float, ...]:
     """One density per epoch, or `none`."""
-    return () if text == "none" else tuple(density(part) for part in text.split(","))
+    return () if text == "none" else tuple(flags.density(part) for part in text.split(","))
 
 
 def epochs(text: str) -> tuple[float, ...]:
     """Epochs at which something happens, or `none`."""
-    return () if text == "none" else tuple(positive_float(part) for part in text.split(","))
+    return () if text == "none" else tuple(flags.positive_float(part) for part in text.split(","))
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -126,18 +98,24 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     data.add_argument("--train-dir", type=Path, help="imagefolder: one folder per class")
     data.add_argument("--val-dir", type=Path, help="imagefolder: the same classes, other images")
     data.add_argument("--synthetic", action="store_true", help="random images, to measure speed")
-    data.add_argument("--image-size", type=positive_int, help="pixels; default: as the model needs")
-    data.add_argument("--workers", type=count, default=0, help="loader processes per worker")
+    data.add_argument(
+        "--image-size", type=flags.positive_int, help="pixels; default: as the model needs"
+    )
+    data.add_argument("--workers", type=flags.count, default=0, help="loader processes per worker")
 
     training = parser.add_argument_group("training")
     training.add_argument(
         "--model", default="resnet50", help="resnet20, vgg16-cifar, or one of torchvision"
     )
-    training.add_argument("--batch-size", type=positive_int, default=16, help="images per worker")
-    training.add_argument("--epochs", type=positive_int, default=8, help="passes over the data")
-    training.add_argument("--max-steps", type=positive_int, help="end after so many steps")
     training.add_argument(
-        "--base-lr", type=positive_float, default=0.01, help="learning rate of one worker"
+        "--batch-size", type=flags.positive_int, default=16, help="images per worker"
+    )
+    training.add_argument(
+        "--epochs", type=flags.positive_int, default=8, help="passes over the data"
+    )
+    training.add_argument("--max-steps", type=flags.positive_int, help="end after so many steps")
+    training.add_argument(
+        "--base-lr", type=flags.positive_float, default=0.01, help="learning rate of one worker"
     )
     training.add_argument(
         "--lr-scaling",
@@ -146,7 +124,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="the peak rate: P * base-lr, or base-lr",
     )
     training.add_argument(
-        "--warmup-epochs", type=not_negative, default=2.0, help="rise to the peak from 1/P of it"
+        "--warmup-epochs",
+        type=flags.not_negative,
+        default=2.0,
+        help="rise to the peak from 1/P of it",
     )
     training.add_argument(
         "--lr-steps",
@@ -155,8 +136,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="epochs after which the rate falls to a tenth; none: it falls along half a cosine",
     )
     training.add_argument("--momentum", type=momentum, default=0.9, help="of SGD")
-    training.add_argument("--wd", type=not_negative, default=1e-4, help="weight decay")
-    training.add_argument("--seed", type=count, default=42, help="of weights and shuffling")
+    training.add_argument("--wd", type=flags.not_negative, default=1e-4, help="weight decay")
+    training.add_argument("--seed", type=flags.count, default=42, help="of weights and shuffling")
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/MODEL-DATASET-COMPRESSOR-P")
     add_timeline(training)
@@ -188,7 +169,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-dir", type=Path, help="save here after each epoch and at the end"
     )
     checkpoints.add_argument(
-        "--checkpoint-every", type=positive_int, help="save after every so many steps, too"
+        "--checkpoint-every", type=flags.positive_int, help="save after every so many steps, too"
     )
     checkpoints.add_argument(
         "--resume", action="store_true", help="go on from the newest one in --checkpoint-dir"
@@ -208,7 +189,7 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
     compression.add_argument(
         "--compressor", choices=tuple(ddl.COMPRESSORS), default="gtopk", help="what is sent"
     )
-    compression.add_argument("--density", type=density, default=0.001, help="fraction sent")
+    compression.add_argument("--density", type=flags.density, default=0.001, help="fraction sent")
     compression.add_argument(
         "--density-warmup",
         type=densities,
@@ -216,7 +197,9 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
         help="densities of the first epochs, or none",
     )
     compression.add_argument(
-        "--global-density", type=density, help="fraction kept of the sum; default: the density"
+        "--global-density",
+        type=flags.density,
+        help="fraction kept of the sum; default: the density",
     )
     compression.add_argument("--collective", choices=GTOPK_CHOICES, help="how gtopk aggregates")
     compression.add_argument(
@@ -229,14 +212,20 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
         "--wire", choices=tuple(WIRES), help="how entries travel; default: plain"
     )
     compression.add_argument(
-        "--bucket-mb", type=positive_float, default=25.0, help="gradients sent together, in MiB"
+        "--bucket-mb",
+        type=flags.positive_float,
+        default=25.0,
+        help="gradients sent together, in MiB",
     )
     compression.add_argument(
-        "--dense-below", type=count, default=0, help="parameters smaller than this are sent whole"
+        "--dense-below",
+        type=flags.count,
+        default=0,
+        help="parameters smaller than this are sent whole",
     )
     compression.add_argument(
         "--diagnostics-every",
-        type=count,
+        type=flags.count,
         default=0,
         help="look into gradients and residuals of rank 0 every so many steps",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import arguments as shared
 import recipes
 
+from ddl import flags
 from ddl.workloads.lstm import SIZES
 from ddl.workloads.text import TOKENIZERS
 
@@ -34,10 +35,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     data.add_argument("--vocabulary", type=_words, default=10_000, help="most frequent words kept")
     data.add_argument(
-        "--train-tokens", type=shared.count, help="0: all; default: all of --text, else 400,000"
+        "--train-tokens", type=flags.count, help="0: all; default: all of --text, else 400,000"
     )
     data.add_argument(
-        "--held-out-tokens", type=shared.count, help="0: all; default: all of --text, else 50,000"
+        "--held-out-tokens", type=flags.count, help="0: all; default: all of --text, else 50,000"
     )
 
     training = parser.add_argument_group("training")
@@ -45,26 +46,26 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--tied", action="store_true", help="embedding and output share weights")
     training.add_argument("--dropout", type=_dropout, help="default: as the size has it")
     training.add_argument(
-        "--batch-size", type=shared.positive_int, default=20, help="streams of text per worker"
+        "--batch-size", type=flags.positive_int, default=20, help="streams of text per worker"
     )
     training.add_argument(
-        "--bptt", type=shared.positive_int, default=35, help="words before gradients are cut"
+        "--bptt", type=flags.positive_int, default=35, help="words before gradients are cut"
     )
-    training.add_argument("--epochs", type=shared.positive_int, default=6, help="passes")
-    training.add_argument("--max-steps", type=shared.positive_int, help="end after so many steps")
+    training.add_argument("--epochs", type=flags.positive_int, default=6, help="passes")
+    training.add_argument("--max-steps", type=flags.positive_int, help="end after so many steps")
     training.add_argument(
-        "--base-lr", type=shared.positive_float, default=20.0, help="learning rate, on any P"
+        "--base-lr", type=flags.positive_float, default=20.0, help="learning rate, on any P"
     )
     training.add_argument(
         "--lr-decay",
-        type=shared.at_least_one,
+        type=flags.at_least_one,
         default=4.0,
         help="divisor after an epoch without improvement; 1: the rate stays",
     )
-    training.add_argument("--clip", type=shared.positive_float, default=0.25, help="gradient norm")
+    training.add_argument("--clip", type=flags.positive_float, default=0.25, help="gradient norm")
     training.add_argument("--momentum", type=shared.momentum, default=0.0, help="of SGD")
-    training.add_argument("--wd", type=shared.not_negative, default=0.0, help="weight decay")
-    training.add_argument("--seed", type=shared.count, default=42, help="of weights and dropout")
+    training.add_argument("--wd", type=flags.not_negative, default=0.0, help="weight decay")
+    training.add_argument("--seed", type=flags.count, default=42, help="of weights and dropout")
     training.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     training.add_argument("--log-dir", type=Path, help="default: logs/lstm-SIZE-COMPRESSOR-P")
     shared.add_timeline(training)
@@ -88,5 +89,5 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
-_words = shared.number(int, lambda value: value >= 2, "a whole number of 2 or more")
-_dropout = shared.number(float, lambda value: 0 <= value < 1, "a number in [0, 1)")
+_words = flags.number(int, lambda value: value >= 2, "a whole number of 2 or more")
+_dropout = flags.number(float, lambda value: 0 <= value < 1, "a number in [0, 1)")

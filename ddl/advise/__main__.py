@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddl import flags
 from ddl.advise import candidates, offline, plot, report
 from ddl.advise.advice import advise
-from ddl.advise.arguments import BadInput, is_first_rank, parse
+from ddl.advise.arguments import BadInput, parse
 from ddl.advise.measured import Measurement, imagined, measure
 from ddl.advise.predictions import predict
 from ddl.errors import DDLError
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if speaks:
             _report(options, measurement)
     except BadInput as error:
-        if is_first_rank():
+        if flags.is_first_rank():
             print(f"python -m ddl.advise: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
+from ddl import flags
 from ddl.advise import candidates
 from ddl.links import Line, Links
 from ddl.perfmodel.hardware import LINKS, RESNET50_RATE, find_link
 from ddl.perfmodel.networks import NETWORKS
 from ddl.settings import Settings
-from ddl.world import MPI_VARIABLES
 
-PLOT_FORMATS = (".png", ".pdf", ".svg")
 EXAMPLES = """examples:
   mpirun -np 4 python -m ddl.advise --model resnet18 --image-size 64 --batch-size 4 --verify
   python -m ddl.advise --model resnet50 --network 10gbe --workers 16
@@ -28,28 +23,9 @@ class BadInput(Exception):
     """What the user gave cannot be used; the message is one line with the remedy."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Ends in one line and status 2; of a job's ranks only the first speaks."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong."""
-        line = f"{self.prog}: {' '.join(message.split())}; --help lists all flags\n"
-        self.exit(2, line if is_first_rank() else None)
-
-    def print_help(self, file: Any = None) -> None:
-        """Print the help, once."""
-        if is_first_rank():
-            super().print_help(file)
-
-
-def is_first_rank() -> bool:
-    """Whether this is the first process of its job, or the only one; known before it is joined."""
-    return all(os.environ.get(name, "0") == "0" for name in (*MPI_VARIABLES, "RANK"))
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; of bad input only one line remains, and exit status 2."""
-    parser = Parser(
+    parser = flags.Parser(
         prog="python -m ddl.advise",
         description="Does compression pay here, and which? Start it under mpirun or torchrun, on "
         "the workers that are to train; alone with --network and --workers; or --offline.",
@@ -64,22 +40,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch-size",
-        type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
+        type=flags.positive_int,
         default=32,
         help="samples of a worker (default: %(default)s)",
     )
     parser.add_argument(
         "--image-size",
-        type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
+        type=flags.positive_int,
         help="pixels of a side (default: 224); not with --offline",
     )
     parser.add_argument(
         "--density",
-        type=_number(
-            float,
-            lambda value: 0 < value <= 1,
-            "a density in (0, 1]; it is the fraction of entries kept, not a percentage",
-        ),
+        type=flags.density,
         default=0.001,
         help="fraction of entries kept (default: %(default)s)",
     )
@@ -92,12 +64,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--bucket-bytes",
-        type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
+        type=flags.positive_int,
         help="gradient bytes aggregated together (default: DDL_FUSION_THRESHOLD, 25 MiB)",
     )
     parser.add_argument(
         "--rounds",
-        type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
+        type=flags.positive_int,
         default=9,
         help="measurements of everything, in turns, of which medians count; up to three times as "
         "many where they scatter (default: %(default)s)",
@@ -107,13 +79,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--verify-steps",
-        type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
+        type=flags.positive_int,
         default=2,
         help="steps with each compressor in each round (default: %(default)s)",
     )
     parser.add_argument(
         "--threads",
-        type=_number(int, lambda value: value >= 1, "a whole number of 1 or more"),
+        type=flags.positive_int,
         help="torch's threads of a worker (default: its share of the machine's cores)",
     )
     parser.add_argument(
@@ -126,13 +98,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workers",
-        type=_number(int, lambda value: 1 <= value <= 2**20, "a whole number of 1 or more"),
+        type=flags.number(int, lambda value: 1 <= value <= 2**20, "a whole number of 1 or more"),
         help="on that network",
     )
     parser.add_argument(
         "--compute", choices=list(RESNET50_RATE), help="with --offline: what each worker has"
     )
-    parser.add_argument("--plot", type=_plot_file, metavar="FILE", help="draw what is predicted")
+    parser.add_argument(
+        "--plot", type=flags.plot_file, metavar="FILE", help="draw what is predicted"
+    )
     parser.add_argument(
         "--json", metavar="FILE", type=_output, help="write one JSON object to a file, or to - "
     )
@@ -175,24 +149,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--verify needs the workers, and --network only imagines them")
 
 
-def _number(
-    kind: type[int] | type[float], condition: Callable[[Any], bool], expected: str
-) -> Callable[[str], Any]:
-    """Make an argparse type: a finite int or float that fulfils the condition."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-            good = math.isfinite(value) and condition(value)
-        except (ValueError, OverflowError):
-            good = False
-        if not good:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
-        return value
-
-    return parse
-
-
 def _network(text: str) -> Links:
     try:
         if "," in text:
@@ -205,15 +161,4 @@ def _network(text: str) -> Links:
 
 def _output(text: str) -> str:
     """A file whose folder exists, or - for stdout."""
-    if text != "-" and not Path(text).resolve().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}; make it first")
-    return text
-
-
-def _plot_file(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in PLOT_FORMATS:
-        raise argparse.ArgumentTypeError(
-            f"got {text}, expected a name in {', '.join(PLOT_FORMATS)}"
-        )
-    return Path(_output(text))
+    return text if text == "-" else str(flags.output_file(text))

@@ -13,7 +13,7 @@ LAYERS = [
     ["ddl.checkpoint", "ddl.diagnostics"],
     ["ddl.ddp", "ddl.optimizer"],
     ["ddl.reduction"],
-    ["ddl.gpus", "ddl.metrics", "ddl.state", "ddl.world"],
+    ["ddl.flags", "ddl.gpus", "ddl.metrics", "ddl.state", "ddl.world"],
     ["ddl.aggregation"],
     ["ddl.compressors"],
     ["ddl.selectors", "ddl.collectives", "ddl.density", "ddl.links", "ddl.nodes"],
