@@ -40,7 +40,16 @@ import convergence_arguments
 from contraction_plot import draw
 from contraction_summary import summarise
 from convergence_arguments import data_of
-from convergence_rows import append, describe, read_rows, still_to_run, versions
+from convergence_rows import (
+    INTERRUPTED,
+    append,
+    describe,
+    finished,
+    key_of,
+    read_rows,
+    still_to_run,
+    versions,
+)
 from convergence_run import SPARSE, Cell, run_behind_bar
 from convergence_tasks import RECIPES, TASKS, Task
 
@@ -82,6 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
             if args.dry_run:
                 print(json.dumps(asdict(cell)))
                 continue
+            if key_of(asdict(cell), described[cell.task]) in finished(args.results):
+                continue  # another process was quicker
             row = watched_run(cell, tasks[cell.task], args.every, f"{number}/{len(waiting)}")
             append(args.results, {**row, "data": described[cell.task], **versions()})
             print(text_of(row), flush=True)
@@ -92,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
                 print(picture)
     except (ValueError, OSError) as error:
         args.parser.error(str(error))
+    except KeyboardInterrupt:
+        args.parser.exit(130, INTERRUPTED)
 
 
 def grid(args: argparse.Namespace) -> list[Cell]:

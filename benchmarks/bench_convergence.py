@@ -31,7 +31,16 @@ from typing import Any
 import convergence_arguments
 from convergence_arguments import data_of
 from convergence_plot import draw_each
-from convergence_rows import append, describe, key_of, read_rows, still_to_run, versions
+from convergence_rows import (
+    INTERRUPTED,
+    append,
+    describe,
+    finished,
+    key_of,
+    read_rows,
+    still_to_run,
+    versions,
+)
 from convergence_run import CONTESTANTS, SPARSE, Cell, run_behind_bar
 from convergence_tasks import RECIPES, TASKS
 
@@ -77,6 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
             if args.dry_run:
                 print(json.dumps(asdict(cell)))
                 continue
+            if key_of(asdict(cell), described[cell.task]) in finished(args.results):
+                continue  # another process was quicker
             row = run_behind_bar(cell, tasks[cell.task], f"{number}/{len(waiting)}")
             append(args.results, {**row, "data": described[cell.task], **versions()})
             print(line_of(row), flush=True)
@@ -87,6 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
                 print(picture)
     except (ValueError, OSError) as error:
         args.parser.error(str(error))
+    except KeyboardInterrupt:
+        args.parser.exit(130, INTERRUPTED)
 
 
 def grid(args: argparse.Namespace) -> list[Cell]:

@@ -13,6 +13,8 @@ import torch
 from convergence_run import Cell
 from convergence_tasks import Data
 
+INTERRUPTED = "\ninterrupted; finished runs are kept, and the same command goes on after them\n"
+
 
 def describe(data: Data, task: str) -> dict[str, Any]:
     """What identifies the data of a run, besides its cell."""
@@ -38,11 +40,16 @@ def still_to_run(
         path: of the finished runs.
         part: I of N processes that share the work, from 1 on.
     """
-    done = {key_of(row["cell"], row["data"]) for row in read_rows(path)}
+    done = finished(path)
     waiting = [cell for cell in cells if key_of(asdict(cell), data[cell.task]) not in done]
     print(f"{len(cells)} runs, {len(cells) - len(waiting)} of them in {path} already")
     first, parts = part
     return waiting[first - 1 :: parts]
+
+
+def finished(path: Path) -> set[str]:
+    """What identifies the finished runs; see `key_of`."""
+    return {key_of(row["cell"], row["data"]) for row in read_rows(path)}
 
 
 def key_of(cell: dict[str, Any], data: dict[str, Any]) -> str:
@@ -51,13 +58,23 @@ def key_of(cell: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Finished runs; a line that was cut off by an interruption is none."""
+    """Finished runs; a line that was cut off by an interruption is none.
+
+    Raises:
+        ValueError: the file has lines of something else.
+    """
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if not isinstance(row, dict) or not {"cell", "data"} <= row.keys():
+            raise ValueError(
+                f"{path} has a line that is not a finished run ({line[:40]}), expected those of "
+                "this benchmark; give another file of --results"
+            )
+        rows.append(row)
     return rows
 
 

@@ -103,10 +103,11 @@ class _Rank:
             options = {
                 **SPARSE[cell.compressor],
                 "density": cell.density,
-                "wire": cell.wire,
                 "hierarchical": False,
             }
-        if cell.global_ratio != 1:
+            if cell.compressor != "randomk":  # whose values are summed, and travel as they are
+                options["wire"] = cell.wire
+        if options.get("collective") == "exact":  # whose default is not 1
             options["global_density"] = min(1.0, cell.density * cell.global_ratio)
         if cell.density_warmup:
             options["density_warmup"] = ddl.DensityWarmup()

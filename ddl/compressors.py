@@ -20,7 +20,17 @@ GTOPK_COLLECTIVES: Mapping[str, MakeCollective] = MappingProxyType(
     {"tree": lambda: gtopk.tree, "butterfly": lambda: gtopk.butterfly, "exact": Exact}
 )
 AUTO = "auto"
+# At equal bytes twice as many winners as picks, or four times, trained better than as many, which
+# leave sums that are whole and known unused: docs/results.md, "More winners than picks".
+EXACT_RATIO = 2.0
 GTOPK_CHOICES = (*GTOPK_COLLECTIVES, AUTO)
+
+
+def is_exact(collective_name: str, P: int) -> bool:
+    """Whether this collective adds up before it cuts, on P ranks."""
+    if collective_name == by_size.NAME:
+        return P >= by_size.EXACT_FROM
+    return collective_name == "exact"
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Compressor:
         collective_name: the collective's name, for logs.
         wire: the format in which the selected entries travel, where they do.
         winners_per_pick: entries to keep of the sum for each that a rank is to select, where the
-            collective keeps a part.
+            collective keeps a part and the user has said so; see `ratio`.
         chooser: chooses the collective, and needs to know the links; None where there is no choice.
     """
 
@@ -45,13 +55,22 @@ class Compressor:
     make_collective: MakeCollective | None
     collective_name: str
     wire: WireFormat = PLAIN
-    winners_per_pick: float = 1.0
+    winners_per_pick: float | None = None
     chooser: Chooser | None = None
 
     @property
     def is_dense(self) -> bool:
         """Whether gradients are aggregated whole."""
         return self.make_selector is None
+
+    def ratio(self, P: int) -> float:
+        """Entries to keep of the sum for each that a rank is to select, on P ranks that aggregate.
+
+        Where nothing was said that is 1, as published; of exact sums, EXACT_RATIO.
+        """
+        if self.winners_per_pick is not None:
+            return self.winners_per_pick
+        return EXACT_RATIO if is_exact(self.collective_name, P) else 1.0
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -60,7 +79,7 @@ class Compressor:
             "compressor": self.name,
             "collective": self.collective_name,
             "wire": self.wire.name,
-            "global_density / density": self.winners_per_pick,
+            "global_density / density": self.winners_per_pick or "by default",
         }
 
 
@@ -107,7 +126,8 @@ def make_compressor(
             which also chooses the all-gather, and a dense all-reduce of the whole bucket; default
             by the number of ranks, see `ddl.collectives.by_size`.
         wire: for all but `none` and `randomk`: "plain" (default), "compact" or "compact-fp16".
-        winners_per_pick: for `gtopk` and `gaussiank-gtopk`: global density / density, default 1.
+        winners_per_pick: for `gtopk` and `gaussiank-gtopk`: global density / density; default
+            EXACT_RATIO where the collective is exact, otherwise 1.
 
     Raises:
         ValueError: an unknown name, or a choice for a compressor that has none.
@@ -133,13 +153,15 @@ def make_compressor(
         raise ValueError(
             f"collective must be one of {', '.join(GTOPK_CHOICES)}, got {collective!r}"
         )
-    ratio = 1.0 if winners_per_pick is None else winners_per_pick
+    ratio = winners_per_pick
     if collective is None:
         return Compressor(name, row.make_selector, by_size.BySize, by_size.NAME, wire_format, ratio)
     if collective != AUTO:
         make_collective = GTOPK_COLLECTIVES[collective]
         return Compressor(name, row.make_selector, make_collective, collective, wire_format, ratio)
     chooser = Chooser()
-    return Compressor(
-        name, row.make_selector, lambda: Auto(chooser, ratio), AUTO, wire_format, ratio, chooser
-    )
+
+    def make_auto() -> Auto:
+        return Auto(chooser, ratio or 1.0)
+
+    return Compressor(name, row.make_selector, make_auto, AUTO, wire_format, ratio, chooser)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,8 +35,13 @@ def densities(text: str) -> tuple[float, ...]:
 
 
 def epochs(text: str) -> tuple[float, ...]:
-    """Epochs at which something happens, or `none`."""
-    return () if text == "none" else tuple(flags.positive_float(part) for part in text.split(","))
+    """Epochs at which something happens, each later than the one before, or `none`."""
+    if text == "none":
+        return ()
+    moments = tuple(flags.positive_float(part) for part in text.split(","))
+    if any(after <= before for before, after in pairwise(moments)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected epochs in ascending order")
+    return moments
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -264,6 +270,12 @@ def check_checkpoints(args: argparse.Namespace) -> None:
                 f"{flag} without --checkpoint-dir, expected the folder of checkpoints; add "
                 "--checkpoint-dir PATH"
             )
+    # Without a look they would be removed one by one, as this run saves its own.
+    if args.checkpoint_dir and not args.resume and any(args.checkpoint_dir.glob("*-step-*")):
+        raise BadInput(
+            f"--checkpoint-dir {args.checkpoint_dir} holds checkpoints of another run, expected "
+            "none; add --resume to go on with it, or give another folder"
+        )
 
 
 def check_compression(args: argparse.Namespace) -> None:

@@ -28,7 +28,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     shared.add_recipe(parser, recipes.LANGUAGE)
     data = parser.add_argument_group("text")
     data.add_argument(
-        "--text", type=Path, nargs="+", default=[], help="files; default: Python's own library"
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files; names with valid and test in them "
+        "say which are for judging; default: Python's own library",
     )
     data.add_argument(
         "--tokenizer", choices=tuple(TOKENIZERS), help="default: words for --text, else code"

@@ -83,7 +83,8 @@ def use(recipe: Recipe, arguments: Sequence[str]) -> UsedRecipe:
         flag, joined, value = word.partition("=")
         if flag in recipe.flags:
             overridden[flag] = value if joined else following
-    return UsedRecipe(recipe, MappingProxyType(overridden))
+    changed = {flag: value for flag, value in overridden.items() if value != recipe.flags[flag]}
+    return UsedRecipe(recipe, MappingProxyType(changed))
 
 
 def names(script: str) -> list[str]:

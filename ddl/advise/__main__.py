@@ -95,7 +95,7 @@ def _report(options: argparse.Namespace, measurement: Measurement) -> None:
     print(report.table(situation, predictions, measurement.measured), file=out)
     for line in (
         report.busy_line(measurement.own_share),
-        report.hiding_line(predictions, advice),
+        report.hiding_line(situation, predictions, advice),
     ):
         if line:
             print(line, file=out)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddl.collectives.by_size import EXACT_FROM
-from ddl.compressors import AUTO, GTOPK_CHOICES, make_compressor
+from ddl.compressors import AUTO, EXACT_RATIO, GTOPK_CHOICES, is_exact, make_compressor
 from ddl.density import entries
 from ddl.links import Links
 from ddl.perfmodel import costs
@@ -66,7 +66,8 @@ class Candidate:
         k = entries(numel, density)
         if self.compressor == "randomk":
             return costs.aligned(P, k)
-        return costs.SPARSE[self.collective](P, k, costs.PLAIN_ENTRY_BYTES, None)
+        winners = k * EXACT_RATIO if is_exact(self.collective, P) else None
+        return costs.SPARSE[self.collective](P, k, costs.PLAIN_ENTRY_BYTES, winners)
 
     def communicate(self, P: int, density: float, links: Links) -> Callable[[int], float]:
         """Seconds for so many elements, by the formulas and what messages cost."""

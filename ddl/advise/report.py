@@ -89,11 +89,11 @@ def busy_line(own_share: float | None) -> str:
         return ""
     return (
         f"These ranks got {own_share:.0%} of the cores they could use: other programs disturbed "
-        "the measurement."
+        "the measurement; repeat it before you rely on what follows."
     )
 
 
-def hiding_line(predictions: Sequence[Prediction], advice: Advice) -> str:
+def hiding_line(situation: Situation, predictions: Sequence[Prediction], advice: Advice) -> str:
     """At which density communication just hides; of the advised compressor, else the fastest."""
     sparse = [p for p in predictions if not p.candidate.is_dense and p.candidate.is_advisable]
     if not sparse or advice.best.P == 1:
@@ -102,8 +102,13 @@ def hiding_line(predictions: Sequence[Prediction], advice: Advice) -> str:
     label, density = shown.candidate.label, shown.hiding_density
     if density is None:
         return f"{label} cannot hide behind the backward pass at any density."
+    if len(situation.plan) == 1:
+        return (
+            f"{label} cannot hide behind the backward pass: a single bucket is complete only when "
+            "that ends; smaller --bucket-bytes make more."
+        )
     if density >= 1:
-        return f"{label} hides behind the backward pass at every density."
+        return f"{label} takes no longer than the backward pass at any density."
     return f"{label} just hides behind the backward pass at density {density:.2g}."
 
 

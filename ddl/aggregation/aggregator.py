@@ -157,7 +157,7 @@ class SparseAggregator:
         self._collect = compressor.make_collective()
         # A single rank sends nothing, and so has nothing to round.
         self._wire = compressor.wire if comm.size > 1 else PLAIN
-        self._winners_per_pick = compressor.winners_per_pick
+        self._winners_per_pick = compressor.ratio(comm.size)
         self.feedback = feedback.of_bucket(numel, device)
         self._begun: _Begun | None = None
         self.observer: Callable[[Observation], None] | None = None

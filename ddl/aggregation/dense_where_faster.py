@@ -184,7 +184,7 @@ def with_dense_steps(
         return sparse
 
     def dense_is_faster(numel: int, density: float) -> bool:
-        winners = entries(numel, min(1.0, density * compressor.winners_per_pick))
+        winners = entries(numel, min(1.0, density * compressor.ratio(comm.size)))
         return collective.choice(comm, numel, winners, compressor.wire).dense
 
     return DenseWhereFaster(comm, sparse, dense_is_faster, workers)

@@ -82,7 +82,7 @@ class DevicePath:
         form = _device_form(self._compressor, seed)
         if form is None:
             raise ValueError(_without_form(self._compressor))
-        ratio = self._compressor.winners_per_pick
+        ratio = self._compressor.winners_per_pick or 1.0  # no form of it is exact
         return DeviceAggregator(self._comm, numel, *form, self._operations, ratio)
 
 

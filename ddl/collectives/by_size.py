@@ -1,7 +1,8 @@
 """The gTop-k where none was chosen: decided by the number of ranks alone, so that runs are alike.
 
-From 8 ranks on the exact collective sends fewer entries than the butterfly, about log2(P)/2 + 1
-against log2(P) times k, and cuts nothing but the sum.
+From 8 ranks on the exact collective sends no more entries than the butterfly, about log2(P)/2 + 1
+against log2(P) times k (log2(P)/2 + 2 where twice as many winners are kept, the default), and cuts
+nothing but the sum.
 """
 
 from __future__ import annotations

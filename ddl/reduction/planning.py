@@ -25,7 +25,7 @@ import torch
 from ddl.aggregation.aggregator import Aggregator, Outcome
 from ddl.collectives import messages
 from ddl.comm import Communicator
-from ddl.compressors import Compressor
+from ddl.compressors import Compressor, is_exact
 from ddl.density import entries
 from ddl.links import Links, measure_links
 from ddl.perfmodel import costs, plans
@@ -215,10 +215,12 @@ def _cost(compressor: Compressor, P: int, numel: int, density: float) -> costs.C
     k = entries(numel, density)
     if compressor.is_dense:
         return costs.dense_ring(P, numel)
-    if compressor.collective_name in costs.SPARSE:
-        return costs.SPARSE[compressor.collective_name](P, k, costs.PLAIN_ENTRY_BYTES, None)
-    # By the number of ranks, or chosen bucket by bucket: the butterfly has the fewest messages.
-    return costs.butterfly(P, k, costs.PLAIN_ENTRY_BYTES)
+    winners = k * compressor.ratio(P)
+    name = "exact" if is_exact(compressor.collective_name, P) else compressor.collective_name
+    if name in costs.SPARSE:
+        return costs.SPARSE[name](P, k, costs.PLAIN_ENTRY_BYTES, winners)
+    # Few ranks, or chosen bucket by bucket: the butterfly has the fewest messages.
+    return costs.butterfly(P, k, costs.PLAIN_ENTRY_BYTES, winners)
 
 
 def _line(startup: float, total: float, buckets: int, numel: int) -> Linear:

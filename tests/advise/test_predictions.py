@@ -11,6 +11,7 @@ from ddl.advise.candidates import find
 from ddl.advise.computation import usable_per_rank
 from ddl.advise.measured import imagined
 from ddl.advise.predictions import predict
+from ddl.advise.report import hiding_line
 from ddl.links import Line, Links
 from ddl.perfmodel.contention import Sharing
 
@@ -126,6 +127,15 @@ def test_ranks_on_one_machine_share_its_cores_whatever_their_network():
     assert usable_per_rank([two, two, ("b", [0, 1], 2)], 2) == 2
     assert usable_per_rank([("a", [0], 1), ("a", [1], 1)], 0) == 1
     assert usable_per_rank([("a", range(16), 4)] * 2, 1) == 4
+
+
+def test_a_single_bucket_is_said_to_hide_nothing():
+    toy = situation("none", "topk", links=Links(Line(1e-4, 1e-7)))
+    predictions = [predict(toy, candidate) for candidate in toy.aggregations]
+    advice = advise(predictions)
+    assert "just hides" in hiding_line(toy, predictions, advice)
+    whole = replace(toy, plan=((0, len(toy.profile.layers)),))
+    assert "a single bucket is complete only when" in hiding_line(whole, predictions, advice)
 
 
 def test_random_k_is_advised_only_where_nothing_else_is_compared():

@@ -102,6 +102,19 @@ def test_processes_may_share_the_runs(bench, capsys):
     assert sorted(seeds) == [1, 2, 3, 4, 5]
 
 
+def test_every_contestant_can_be_run(bench):
+    flags = (*LSTM[:-4], "--train-tokens", "500", "--held-out-tokens", "100", "--vocabulary", "50")
+    rows = bench(*flags, "--ranks", "2", "--wire", "compact")
+    assert {row["cell"]["compressor"] for row in rows} == set(CONTESTANTS)
+
+
+def test_lines_of_something_else_are_refused(bench, tmp_path, capsys):
+    (tmp_path / "runs.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(SystemExit, match="2"):
+        bench(*LSTM, "--dry-run")
+    assert "a line that is not a finished run" in capsys.readouterr().err
+
+
 def test_part_is_checked(bench, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench(*LSTM, "--part", "3/2")

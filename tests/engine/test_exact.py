@@ -66,7 +66,7 @@ def test_the_true_top_k_is_applied_and_nothing_is_lost(P):
     def work(comm):
         history = []
         for correlation, wire in ((0.0, "plain"), (0.3, "plain"), (0.5, "plain"), (0.3, "compact")):
-            compressor = make_compressor("gtopk", "exact", wire)
+            compressor = make_compressor("gtopk", "exact", wire, winners_per_pick=1.0)
             aggregator = SparseAggregator(comm, numel, torch.device("cpu"), compressor, seed=0)
             for step in range(2):
                 accumulated = gradient(comm.rank, numel, correlation, step)
@@ -312,10 +312,10 @@ def test_a_single_rank_has_nothing_to_round():
     assert digests_equal(models)
 
 
-def winners(comm, **options):
+def winners(comm, collective="exact", **options):
     """How many entries of the average one step applies, of 1000."""
     model = torch.nn.Linear(100, 10, bias=False)
-    optimizer = wrap(model, collective="exact", **options)
+    optimizer = wrap(model, collective=collective, **options)
     draw = torch.Generator().manual_seed(comm.rank)
     inputs, weights = torch.randn(100, generator=draw), torch.randn(10, generator=draw)
     (model(inputs) * weights).sum().backward()
@@ -326,6 +326,17 @@ def winners(comm, **options):
 def test_the_global_density_says_how_much_of_the_sum_is_applied():
     options = {"density": 0.02, "global_density": 0.05}
     assert threads.run(4, lambda comm: winners(comm, **options)) == [(50, 0.02)] * 4
+
+
+def test_twice_as_much_as_picked_is_kept_of_exact_sums_by_default():
+    def kept(**options):
+        return lambda comm: winners(comm, density=0.02, **options)[0]
+
+    assert threads.run(4, kept(collective="exact")) == [40] * 4
+    assert threads.run(4, kept(collective="butterfly")) == [20] * 4
+    assert threads.run(7, kept(collective=None)) == [20] * 7  # a butterfly
+    assert threads.run(8, kept(collective=None)) == [40] * 8  # exact
+    assert threads.run(4, kept(collective="exact", global_density=0.02)) == [20] * 4
 
 
 def test_the_global_density_grows_with_the_density_of_a_warm_up():

@@ -47,7 +47,7 @@ def test_nothing_is_lost_among_16_ranks_with_half_shared_gradients(collective, w
         own = torch.randn(n, generator=torch.Generator().manual_seed(2 + comm.rank))
         flat = correlation * shared + (1 - correlation) * own
         gradient = flat.clone()
-        compressor = make_compressor("gtopk", collective, wire)
+        compressor = make_compressor("gtopk", collective, wire, winners_per_pick=1.0)
         aggregator = SparseAggregator(comm, n, torch.device("cpu"), compressor, seed=0)
         aggregate(aggregator, flat, k / n)
         return gradient, flat, aggregator.residual

@@ -67,8 +67,13 @@ def test_flags_win_over_a_recipe_wherever_they_stand(before):
     recipe = ["--recipe", "resnet20-cifar10"]
     args = parse_arguments([*flags, *recipe] if before else [*recipe, *flags])
     assert (args.epochs, args.wd, args.base_lr, args.seed, args.batch_size) == (3, 0.5, 0.1, 7, 32)
-    # Even what is given as the recipe has it is the user's.
-    assert args.recipe.overridden == {"--epochs": "3", "--wd": "0.5", "--base-lr": "0.1"}
+    # What is given as the recipe has it overrides nothing.
+    assert args.recipe.overridden == {"--epochs": "3", "--wd": "0.5"}
+
+
+def test_epochs_at_which_the_rate_falls_ascend():
+    with pytest.raises(BadInput, match="expected epochs in ascending order"):
+        parse_arguments(["--lr-steps", "5,2"])
 
 
 def test_a_recipe_tells_what_it_set_and_what_it_did_not():

@@ -56,6 +56,14 @@ def test_what_needs_a_folder_of_checkpoints_says_so(arguments):
         parse_arguments(arguments)
 
 
+def test_checkpoints_of_another_run_are_not_pushed_out(tmp_path):
+    (tmp_path / "0001-step-7").mkdir()
+    folder = ["--checkpoint-dir", str(tmp_path)]
+    with pytest.raises(BadInput, match=r"holds checkpoints of another run.*add --resume"):
+        parse_arguments(folder)
+    assert parse_arguments([*folder, "--resume"]).resume
+
+
 class Noise:
     """Items that are drawn at random, as crops are."""
 
