@@ -37,8 +37,9 @@ def label(runs: Runs) -> str:
     text = f"`{cell['compressor']}`"
     if cell["wire"] != "plain":
         text += f", {cell['wire']}"
-    if cell["global_ratio"] != 1:
-        text += f", global density {cell['global_ratio']:g} times as high"
+    if cell["compressor"] == "gtopk-exact":
+        ratio = cell["global_ratio"]
+        text += f", {ratio:g} winner{'s' if ratio > 1 else ''} a pick"
     return text
 
 
