@@ -41,7 +41,10 @@ GRIDS: Mapping[str, str] = MappingProxyType(
             f"{_VGG} --compressors gtopk-exact --density 0.01 --global-ratio 1 2 4 "
             "--equal-bytes --seeds 2 3"
         ),
-        "lstm-P4": f"--tasks lstm --ranks 4 --epochs 6 --compressors none gtopk-exact --density 0.005 --density-warmup",
+        "lstm-P4": (
+            "--tasks lstm --ranks 4 --epochs 6 --compressors none gtopk-exact --density 0.005 "
+            "--density-warmup"
+        ),
     }
 )
 
