@@ -103,11 +103,12 @@ def contraction(rows: Sequence[Row]) -> str:
                 _range(bucket["contraction"] for bucket in buckets),
                 _range(bucket["bound_topk"] for bucket in buckets),
                 _range(bucket["bound_random"] for bucket in buckets),
+                _range(bucket["gaussian_ratio"] for bucket in buckets),
             )
         )
     header = (
         *("run", "samples of layers", "at or below (1-k/d)²", "bell-shaped", "of these below"),
-        *("bucket: left", "(1-k/d)²", "1-k/d"),
+        *("bucket: left", "(1-k/d)²", "1-k/d", "a Gaussian's threshold selects, k"),
     )
     found = [
         f"* {row['cell']['task']}, `{row['cell']['compressor']}`, {worst['name']}, step "
