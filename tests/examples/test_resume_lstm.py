@@ -11,8 +11,7 @@ from lstm_arguments import parse_arguments
 from ddl.comm import threads
 
 SCRIPT = str(ROOT / "examples" / "train_lstm.py")
-# 18 steps an epoch on one rank, 9 on two, 6 on three. With this rate the second epoch makes it
-# worse on one rank, so that the rate is lowered.
+# 18 steps an epoch on one rank, 9 on two, 6 on three.
 OPTIONS = ["--size", "tiny", "--train-tokens", "6000", "--vocabulary", "500", "--batch-size", "10"]
 OPTIONS += ["--held-out-tokens", "2000", "--epochs", "4", "--dropout", "0.5", "--base-lr", "20"]
 OPTIONS += ["--momentum", "0.9", "--density", "0.05", "--density-warmup", "0.2", "--no-cuda"]
@@ -47,7 +46,13 @@ def train(tmp_path, monkeypatch):
     return run
 
 
-def test_it_may_be_interrupted_often_and_anywhere(train, tmp_path):
+def test_it_may_be_interrupted_often_and_anywhere(train, tmp_path, monkeypatch):
+    # After 18 steps each an epoch is judged, and the second is worse, so that the rate is lowered;
+    # how a run is judged where it is interrupted must not count.
+    losses = {18: 5.0, 36: 6.0, 54: 4.0}
+    monkeypatch.setattr(
+        train_lstm.Trainer, "judge", lambda trainer, tokens: losses.get(trainer.step, 1.0)
+    )
     whole = train(1, "whole", "--max-steps", "62", "--checkpoint-every", "7")
     train(1, "parts", "--max-steps", "10")  # within an epoch
     train(1, "parts", "--max-steps", "22", "--resume")  # within one that is judged by the first
@@ -57,7 +62,7 @@ def test_it_may_be_interrupted_often_and_anywhere(train, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "log-parts/metrics.jsonl").open()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 63))
     validations = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
-    assert validations[36] > validations[18] > validations[54]
+    assert losses.items() <= validations.items()
 
     # 8 of 18 steps of the last epoch are done: of 6 steps on three ranks 2.
     more = train(3, "parts", "--max-steps", "22", "--resume")
