@@ -29,11 +29,10 @@ GRIDS: Mapping[str, str] = MappingProxyType(
             "--wire compact"
         ),
         "resnet20-P16": (
-            f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 --seeds 1 2"
+            f"{_RESNET16} --compressors none gtopk-exact gtopk-butterfly {_WARM} --global-ratio 2 "
+            "--seeds 1 2"
         ),
-        "resnet20-P16-others": (
-            f"{_RESNET16} --compressors gtopk-exact gtopk-butterfly {_WARM} --global-ratio 1 4"
-        ),
+        "resnet20-P16-ratio": f"{_RESNET16} --compressors gtopk-exact {_WARM} --global-ratio 1 4",
         "vgg-P16": (
             f"{_VGG} --compressors none gtopk-exact --density 0.01 --global-ratio 1 2 4 8 "
             "--equal-bytes"

@@ -128,9 +128,18 @@ def bytes_to_accuracy(rows: Sequence[Row]) -> str:
                 f"{steps:.0f}" if known else "not reached",
                 f"{sent / 1e6:.2f}" if known else "",
                 f"1/{reference / sent:.1f}" if known and runs != dense else "",
+                f"{100 * _mean(runs, 'val_accuracy'):.2f}",
             )
         )
-    header = ("compressor", "density", "seeds", "steps", "MB sent by a rank", "of dense's")
+    header = (
+        "compressor",
+        "density",
+        "seeds",
+        "steps",
+        "MB sent by a rank",
+        "of dense's",
+        "at the end, %",
+    )
     return f"Accuracy to reach: {100 * target:.2f} %.\n\n{markdown(header, lines)}"
 
 

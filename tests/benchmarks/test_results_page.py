@@ -104,7 +104,7 @@ def test_bytes_count_until_the_accuracy_is_first_seen(modules):
     assert "Accuracy to reach: 81.00 %." in table
     dense, topk, gaussiank = table.splitlines()[-3:]
     assert dense.startswith("| `none` |  | 1 | 20 | 2.00 |  |")
-    assert topk == "| `topk` | 0.01 | 1 | 40 | 0.04 | 1/50.0 |"
+    assert topk == "| `topk` | 0.01 | 1 | 40 | 0.04 | 1/50.0 | 70.00 |"
     assert "not reached" in gaussiank
 
 
