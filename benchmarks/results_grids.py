@@ -24,13 +24,18 @@ _WARM = "--density 0.01 --density-warmup"
 GRIDS: Mapping[str, str] = MappingProxyType(
     {
         "resnet20-P4": f"{_RESNET4} {_ALL} {_WARM} --seeds 1 2 3",
+        "resnet20-P4-sparser": (
+            f"{_RESNET4} --compressors topk gtopk-exact --density 0.001 --density-warmup"
+        ),
         "resnet20-P4-bytes": (
             f"{_RESNET4} --compressors none powersgd-4 gtopk-exact --density 0.01 0.001 "
             "--wire compact"
         ),
         "resnet20-P16": (
-            f"{_RESNET16} --compressors none gtopk-exact gtopk-butterfly {_WARM} --global-ratio 2 "
-            "--seeds 1 2"
+            f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 --seeds 1 2"
+        ),
+        "resnet20-P16-butterfly": (
+            f"{_RESNET16} --compressors gtopk-butterfly {_WARM} --seeds 1 2"
         ),
         "resnet20-P16-ratio": f"{_RESNET16} --compressors gtopk-exact {_WARM} --global-ratio 1 4",
         "vgg-P16": (
