@@ -32,7 +32,7 @@ GRIDS: Mapping[str, str] = MappingProxyType(
             "--wire compact"
         ),
         "resnet20-P16": (
-            f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 --seeds 1 2"
+            f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 --seeds 1 2 3"
         ),
         "resnet20-P16-butterfly": (
             f"{_RESNET16} --compressors gtopk-butterfly {_WARM} --seeds 1 2"
