@@ -44,8 +44,6 @@ from convergence_rows import (
     INTERRUPTED,
     append,
     describe,
-    finished,
-    key_of,
     read_rows,
     still_to_run,
     versions,
@@ -86,14 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
         tasks = {name: TASKS[name](data) for name in args.tasks}
         cells = grid(args)
         described = {name: {**describe(data, name), "every": args.every} for name in tasks}
-        waiting = still_to_run(cells, described, args.results, args.part)
-        for number, cell in enumerate(waiting, start=1):
+        for number, cell in still_to_run(cells, described, args.results, args.part):
             if args.dry_run:
                 print(json.dumps(asdict(cell)))
                 continue
-            if key_of(asdict(cell), described[cell.task]) in finished(args.results):
-                continue  # another process was quicker
-            row = watched_run(cell, tasks[cell.task], args.every, f"{number}/{len(waiting)}")
+            row = watched_run(cell, tasks[cell.task], args.every, number)
             append(args.results, {**row, "data": described[cell.task], **versions()})
             print(text_of(row), flush=True)
         if args.plot:

@@ -35,7 +35,6 @@ from convergence_rows import (
     INTERRUPTED,
     append,
     describe,
-    finished,
     key_of,
     read_rows,
     still_to_run,
@@ -81,14 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
         tasks = {name: TASKS[name](data) for name in args.tasks}
         cells = grid(args)
         described = {name: describe(data, name) for name in tasks}
-        waiting = still_to_run(cells, described, args.results, args.part)
-        for number, cell in enumerate(waiting, start=1):
+        for number, cell in still_to_run(cells, described, args.results, args.part):
             if args.dry_run:
                 print(json.dumps(asdict(cell)))
                 continue
-            if key_of(asdict(cell), described[cell.task]) in finished(args.results):
-                continue  # another process was quicker
-            row = run_behind_bar(cell, tasks[cell.task], f"{number}/{len(waiting)}")
+            row = run_behind_bar(cell, tasks[cell.task], number)
             append(args.results, {**row, "data": described[cell.task], **versions()})
             print(line_of(row), flush=True)
         if args.plot:

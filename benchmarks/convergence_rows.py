@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,33 @@ def describe(data: Data, task: str) -> dict[str, Any]:
 
 def still_to_run(
     cells: list[Cell], data: dict[str, dict[str, Any]], path: Path, part: tuple[int, int]
-) -> list[Cell]:
+) -> Iterator[tuple[str, Cell]]:
     """Of the cells those that are not finished, and of these this process' part; says how many.
+
+    What another process has finished meanwhile is left out.
 
     Args:
         cells: of the grid.
         data: by task, what identifies a run besides its cell.
         path: of the finished runs.
         part: I of N processes that share the work, from 1 on.
+
+    Yields:
+        Which of how many it is, for people, and the cell.
     """
+
+    def waits(cell: Cell) -> bool:
+        return key_of(asdict(cell), data[cell.task]) not in done
+
     done = finished(path)
-    waiting = [cell for cell in cells if key_of(asdict(cell), data[cell.task]) not in done]
+    waiting = [cell for cell in cells if waits(cell)]
     print(f"{len(cells)} runs, {len(cells) - len(waiting)} of them in {path} already")
     first, parts = part
-    return waiting[first - 1 :: parts]
+    mine = waiting[first - 1 :: parts]
+    for number, cell in enumerate(mine, start=1):
+        done = finished(path)
+        if waits(cell):
+            yield f"{number}/{len(mine)}", cell
 
 
 def finished(path: Path) -> set[str]:

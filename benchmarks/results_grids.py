@@ -55,7 +55,13 @@ GRIDS: Mapping[str, str] = MappingProxyType(
 
 
 def flags(name: str) -> list[str]:
-    """What to give to bench_convergence.py, its --results apart."""
+    """What to give to bench_convergence.py, its --results apart.
+
+    Raises:
+        ValueError: there is no such grid.
+    """
+    if name not in GRIDS:
+        raise ValueError(f"no grid {name}, expected one of {', '.join(GRIDS)}")
     return shlex.split(GRIDS[name])
 
 

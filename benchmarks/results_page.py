@@ -62,10 +62,10 @@ def table(name: str, sources: Sequence[str]) -> str:
         return FILE_TABLES[name]([json.loads(line) for line in lines])
     if name not in TABLES:
         raise ValueError(f"no table {name}, expected one of {', '.join([*TABLES, *FILE_TABLES])}")
-    rows = {id(row): row for source in sources for row in runs_of(source)}
-    unique = {key_of(r["cell"], r["data"]): r for r in rows.values()}
+    # Grids may have runs in common.
+    rows = {key_of(row["cell"], row["data"]): row for grid in sources for row in runs_of(grid)}
     commands = "\n".join(f"    {results_grids.command(source)}" for source in sources)
-    return f"{TABLES[name](list(unique.values()))}\n\n{commands}"
+    return f"{TABLES[name](list(rows.values()))}\n\n{commands}"
 
 
 def written(text: str) -> str:

@@ -153,7 +153,7 @@ def make_compressor(
         raise ValueError(
             f"collective must be one of {', '.join(GTOPK_CHOICES)}, got {collective!r}"
         )
-    ratio = winners_per_pick
+    ratio = winners_per_pick  # None: by default
     if collective is None:
         return Compressor(name, row.make_selector, by_size.BySize, by_size.NAME, wire_format, ratio)
     if collective != AUTO:
