@@ -17,7 +17,8 @@ what is left is a part. The condition says that the distribution function of u^2
 zero on: small values are the most frequent, and the larger the rarer. The sample refutes it if its
 distribution function is further from a concave one than that of independent draws from any such
 distribution is in 5 % of cases (`ddl/diagnostics/bells.py`). Zeros do not count. Small layers
-refute little: of 10 entries half must be out of place; of 16,384 or more, 1.4 %.
+refute little: of 10 entries half must be out of place; of more than 8,192, 2 %. So "bell-shaped"
+means no more than not refuted.
 
 Every finished run is one line of --results, and is not run again. `gaussian_ratio` is how many
 entries the unbounded threshold of Gaussian-k would have selected, over those that were.

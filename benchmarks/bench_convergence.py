@@ -3,10 +3,11 @@
 
 Cells are task x compressor x P x density x seed. Tasks: `resnet20` and `vgg` (the first 12,000
 images of Fashion-MNIST for training, the first 2,000 of its test files for judging) and `lstm` (a
-language model on 200,000 tokens of Python's standard library). `gtopk-exact` also runs at several
-ratios of global to local density. Rivals: `none`, the dense average, and `powersgd-4`, PowerSGD of
-rank 4. Every worker has batches of a fixed size, so that more workers take fewer steps; the
-learning rate of images is P times --lr, rises in a tenth of the run, and falls along a cosine.
+language model on 200,000 tokens of Python's standard library). `gtopk-exact` keeps the engine's
+number of winners a pick, or several by --global-ratio. Rivals: `none`, the dense average, and
+`powersgd-4`, PowerSGD of rank 4. Every worker has batches of a fixed size, so that more workers
+take fewer steps; the learning rate of images is P times --lr, rises in a tenth of the run, and
+falls along a cosine.
 
 Ranks are threads of this process, so P may be 32 on a laptop. Every finished run is one line of
 --results, and is not run again: a grid that was interrupted is started anew by the same command.
@@ -44,6 +45,7 @@ from convergence_run import CONTESTANTS, SPARSE, Cell, run_behind_bar
 from convergence_tasks import RECIPES, TASKS
 
 from ddl import flags
+from ddl.compressors import EXACT_RATIO
 from ddl.perfmodel import costs
 from ddl.wires import WIRES
 
@@ -55,7 +57,8 @@ SWEPT = "gtopk-exact"  # the contestant that has a global density of its own
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = convergence_arguments.Parser("bench_convergence.py", __doc__, CONTESTANTS)
     ratio = flags.number(float, lambda value: value >= 1, "a number of 1 or more")
-    parser.several("--global-ratio", [1.0], f"global / local density of {SWEPT}", type=ratio)
+    published = f"global / local density of {SWEPT}; 1 is the published one"
+    parser.several("--global-ratio", [EXACT_RATIO], published, type=ratio)
     parser.several("--wire", ["plain"], "how entries travel", choices=list(WIRES))
     parser.add_argument(
         "--density-warmup", action="store_true", help="the published densities in 4 epochs"
@@ -63,7 +66,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--equal-bytes", action="store_true", help="lower the densities where ratios are above 1"
     )
-    return parser.read(arguments, (*QUICK, *QUICK_DATA))
+    args = parser.read(arguments, (*QUICK, *QUICK_DATA))
+    if args.equal_bytes and args.density_warmup:
+        parser.error(
+            "--equal-bytes with --density-warmup, whose densities are the same for all ratios, "
+            "expected one of them; leave one out"
+        )
+    return args
 
 
 def keys(arguments: list[str]) -> list[str]:

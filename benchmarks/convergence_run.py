@@ -171,8 +171,10 @@ def run(
             returns is closed after the last.
 
     Returns:
-        For JSON: `curve`, training loss, mean over ranks, at most 200 points; `validations`, one
-        per epoch; both beside the step and the bytes sent so far, mean over ranks.
+        For JSON: `curve`, training loss, mean over ranks and over the steps since the point before,
+        at most 100 points, of which the last is `train_loss`; `validations`, at steps that grow by
+        JUDGED_AGAIN, of a part of what is kept for judging, and at the end of all; both beside the
+        step and the bytes sent so far, mean over ranks.
 
     Raises:
         ValueError: there are too few samples for a step.

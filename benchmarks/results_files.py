@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from results_tables import markdown
+from results_tables import label, markdown
 
 Row = dict[str, Any]
 MS = 1e3
@@ -95,7 +95,7 @@ def contraction(rows: Sequence[Row]) -> str:
         held = layers["held"]
         lines.append(
             (
-                f"{cell['task']}, `{cell['compressor']}`",
+                f"{cell['task']}, {label([row])}",
                 str(held["judged"]),
                 _percent(held["within_topk"]),
                 str(held["bell_shaped"]),
@@ -111,7 +111,7 @@ def contraction(rows: Sequence[Row]) -> str:
         *("bucket: left", "(1-k/d)²", "1-k/d", "a Gaussian's threshold selects, k"),
     )
     found = [
-        f"* {row['cell']['task']}, `{row['cell']['compressor']}`, {worst['name']}, step "
+        f"* {row['cell']['task']}, {label([row])}, {worst['name']}, step "
         f"{worst['step']}: {worst['contraction']:.4f} left, bound {worst['bound_topk']:.4f}, "
         f"{'' if worst['bell_shaped'] else 'not '}bell-shaped"
         for row in rows

@@ -18,24 +18,28 @@ _RESNET4 = f"--tasks resnet20 --ranks 4 {_IMAGES} --batch-size 8 --lr 0.005"
 # Batches of 4, for with 8 there would be 558 steps, too few for any sparse compressor.
 _RESNET16 = f"--tasks resnet20 --ranks 16 {_IMAGES} --batch-size 4 --lr 0.0025"
 _VGG = f"--tasks vgg --ranks 16 {_IMAGES} --batch-size 8 --lr 0.002"
-_ALL = "--compressors none topk gtopk-exact gtopk-butterfly gaussiank"
+_VGG32 = f"--tasks vgg --ranks 32 {_IMAGES} --batch-size 4 --lr 0.001"
+_SPARSE = "topk gtopk-exact gtopk-butterfly gaussiank"
 _WARM = "--density 0.01 --density-warmup"
 
 GRIDS: Mapping[str, str] = MappingProxyType(
     {
-        "resnet20-P4": f"{_RESNET4} {_ALL} {_WARM} --seeds 1 2 3",
+        "resnet20-P4": (
+            f"{_RESNET4} --compressors none {_SPARSE} {_WARM} --global-ratio 1 2 --seeds 1 2 3"
+        ),
         "resnet20-P4-sparser": (
-            f"{_RESNET4} --compressors topk gtopk-exact --density 0.001 --density-warmup"
+            f"{_RESNET4} --compressors {_SPARSE} --density 0.001 --density-warmup "
+            "--global-ratio 1 2 --seeds 1 2 3"
         ),
         "resnet20-P4-bytes": (
             f"{_RESNET4} --compressors none powersgd-4 gtopk-exact --density 0.01 0.001 "
-            "--wire compact"
+            "--global-ratio 1 2 --wire compact"
         ),
         "resnet20-P16": (
             f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 --seeds 1 2 3"
         ),
         "resnet20-P16-butterfly": (
-            f"{_RESNET16} --compressors gtopk-butterfly {_WARM} --seeds 1 2"
+            f"{_RESNET16} --compressors gtopk-butterfly {_WARM} --seeds 1 2 3"
         ),
         "resnet20-P16-ratio": f"{_RESNET16} --compressors gtopk-exact {_WARM} --global-ratio 1 4",
         "vgg-P16": (
@@ -46,9 +50,10 @@ GRIDS: Mapping[str, str] = MappingProxyType(
             f"{_VGG} --compressors gtopk-exact --density 0.01 --global-ratio 1 2 4 "
             "--equal-bytes --seeds 2 3"
         ),
+        "vgg-P32": f"{_VGG32} --compressors none {_SPARSE} --density 0.01 --global-ratio 1 2",
         "lstm-P4": (
-            "--tasks lstm --ranks 4 --epochs 6 --compressors none gtopk-exact --density 0.005 "
-            "--density-warmup"
+            f"--tasks lstm --ranks 4 --epochs 6 --compressors none {_SPARSE} --density 0.005 "
+            "--density-warmup --global-ratio 1 2"
         ),
     }
 )

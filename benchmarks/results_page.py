@@ -28,6 +28,7 @@ PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "pictures"
 DPI = 70  # pages are read on screens, and pictures are kept in the repository
 BLOCK = re.compile(r"<!-- (?P<name>\S+) of (?P<of>[^>]+?) -->\n.*?<!-- end -->", re.DOTALL)
+MARKER = re.compile(r"<!-- *(?!end -->)")
 
 
 def runs_of(grid: str) -> list[dict[str, Any]]:
@@ -69,7 +70,17 @@ def table(name: str, sources: Sequence[str]) -> str:
 
 
 def written(text: str) -> str:
-    """The page with its tables as the files of runs say."""
+    """The page with its tables as the files of runs say.
+
+    Raises:
+        ValueError: a marker is not one, or see `table`.
+    """
+    blocks, begun = len(BLOCK.findall(text)), len(MARKER.findall(text))
+    if not blocks == begun == text.count("<!-- end -->"):
+        raise ValueError(
+            f"{blocks} tables in {begun} comments of {PAGE}, expected each comment alone on its "
+            "line as <!-- NAME of GRID ... --> and after its table <!-- end -->"
+        )
 
     def block(match: re.Match[str]) -> str:
         name, of = match["name"], match["of"]

@@ -11,6 +11,7 @@ from convergence_run import CONTESTANTS, DENSE
 
 Row = dict[str, Any]
 Runs = list[Row]
+COMMON = ("task", "P", "batch_size", "epochs", "lr")  # of all the runs in a table
 SHARE = 0.9  # of dense's final accuracy, that bytes are counted to
 
 
@@ -21,7 +22,14 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def by_contestant(rows: Sequence[Row]) -> list[Runs]:
-    """The runs that differ in their seeds alone, in the order of CONTESTANTS and densities."""
+    """The runs that differ in their seeds alone, in the order of CONTESTANTS and densities.
+
+    Raises:
+        ValueError: runs that a table cannot compare, since they are of other tasks or sizes.
+    """
+    common = {tuple(row["cell"][key] for key in COMMON) for row in rows}
+    if len(common) != 1:
+        raise ValueError(f"runs of several {', '.join(COMMON)} in one table: {sorted(common)}")
     groups: dict[tuple[Any, ...], Runs] = {}
     for row in rows:
         cell = row["cell"]
@@ -67,7 +75,7 @@ def accuracy(rows: Sequence[Row]) -> str:
             density(runs),
             str(len(runs)),
             over_seeds([100 * run["val_accuracy"] for run in runs], 2),
-            f"{100 * beyond(runs, dense, 'val_accuracy'):+.2f}" if runs != dense else "",
+            against(runs, dense, lambda difference: f"{100 * difference:+.2f}", "val_accuracy"),
             f"{_mean(runs, 'train_loss'):.3f}",
             f"{_mean(runs, 'bytes_per_step') / 1e3:.1f}",
             f"{_mean(dense, 'bytes_per_step') / _mean(runs, 'bytes_per_step'):.1f}",
@@ -97,7 +105,7 @@ def perplexity(rows: Sequence[Row]) -> str:
             density(runs),
             str(len(runs)),
             over_seeds([math.exp(run["val_loss"]) for run in runs], 2),
-            f"{100 * math.expm1(beyond(runs, dense, 'val_loss')):+.1f}" if runs != dense else "",
+            against(runs, dense, lambda rise: f"{100 * math.expm1(rise):+.1f}", "val_loss"),
             f"{_mean(runs, 'bytes_per_step') / 1e3:.1f}",
             f"{_mean(dense, 'bytes_per_step') / _mean(runs, 'bytes_per_step'):.1f}",
         )
@@ -157,14 +165,23 @@ def last_between(run: Row) -> float:
     return run["validations"][-2]["accuracy"]
 
 
-def beyond(runs: Runs, dense: Runs, key: str) -> float:
-    """The mean difference between runs of the same seeds, those that both have."""
+def against(runs: Runs, dense: Runs, written: Callable[[float], str], key: str) -> str:
+    """The mean difference between runs of the same seeds, those that both have.
+
+    Their number is said where it is not that of the runs.
+    """
+    if runs == dense:
+        return ""
     reference = {run["cell"]["seed"]: run[key] for run in dense}
-    return statistics.fmean(
+    differences = [
         run[key] - reference[run["cell"]["seed"]]
         for run in runs
         if run["cell"]["seed"] in reference
-    )
+    ]
+    text = written(statistics.fmean(differences))
+    if len(differences) == len(runs):
+        return text
+    return f"{text} ({len(differences)} seed{'s' if len(differences) > 1 else ''})"
 
 
 def _mean_reached(runs: Runs, target: float, what: str) -> float:

@@ -127,7 +127,8 @@ def make_compressor(
             by the number of ranks, see `ddl.collectives.by_size`.
         wire: for all but `none` and `randomk`: "plain" (default), "compact" or "compact-fp16".
         winners_per_pick: for `gtopk` and `gaussiank-gtopk`: global density / density; default
-            EXACT_RATIO where the collective is exact, otherwise 1.
+            EXACT_RATIO for "exact", or where it is the default, otherwise 1; also for "auto", which
+            compares collectives that keep as many.
 
     Raises:
         ValueError: an unknown name, or a choice for a compressor that has none.

@@ -99,9 +99,9 @@ class DistributedOptimizer(Wrapper):
             density: fraction of the entries of each bucket to keep, in (0, 1].
             density_warmup: higher densities for the first epochs; tell the epoch by `set_epoch`.
             global_density: for gtopk and gaussiank-gtopk: fraction of the entries of each bucket
-                to keep of the sum over ranks; default twice `density` where the collective is
-                exact, otherwise `density`. During a warm-up it is as many times larger as `density`
-                is.
+                to keep of the sum over ranks; default twice `density` for "exact", or where that
+                is the default, otherwise `density`, also for "auto". During a warm-up it is as many
+                times larger as `density` is.
             collective: for gtopk and gaussiank-gtopk: "butterfly" (default below 8 ranks, and
                 between GPUs), "exact" (default from 8 ranks on), "tree", or "auto": what is
                 predicted to be fastest for a bucket on this network, of these, the all-gather and

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from ddl.diagnostics.samples import sample
+
 LARGEST_SAMPLE = 2**14  # of so many the limit of a dip is 0.014
 HULL_POINTS = 512  # dips are exact to one in so many
 KUIPER = 1.747  # what sqrt(n) times Kuiper's statistic exceeds in 5 % of samples, n large
@@ -44,9 +46,8 @@ class Bell:
 
 def bell_of(values: Tensor) -> Bell:
     """Judge finite values, float32 [at least 1], unchanged, by a sample of them."""
-    stride = -(-values.numel() // LARGEST_SAMPLE) | 1
-    sample = values[::stride].abs().cpu().numpy()
-    squares = np.square(np.sort(sample[sample > 0]).astype(np.float64))
+    sizes = sample(values, LARGEST_SAMPLE).abs().cpu().numpy()
+    squares = np.square(np.sort(sizes[sizes > 0]).astype(np.float64))
     n = len(squares)
     if n == 0:
         return Bell(dip=0.0, limit=1.0)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddl.diagnostics.samples import sample
 from ddl.kernels.reference import gaussian_quantile
 
 BINS = 41  # odd, so that zero has a bin of its own
 RANGE_IN_DEVIATIONS = 4.0
-# Shapes need no more entries than this; every so-manyth is taken. Norms are of all entries.
-LARGEST_SAMPLE = 2**18
+LARGEST_SAMPLE = 2**18  # shapes need no more entries than this; norms are of all
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,19 @@ def norm_of(values: Tensor) -> float:
 def shape_of(values: Tensor) -> Shape:
     """Describe finite values, float32 [at least 1], unchanged."""
     norm = norm_of(values)
-    # An odd stride, so that it does not fall in step with the even sizes of layers.
-    stride = -(-values.numel() // LARGEST_SAMPLE) | 1
-    sample = values[::stride]
-    mean = sample.mean()
-    squares = (sample - mean).square_()
+    # In float64, since the squares of what float32 holds may be beyond its range.
+    sampled = sample(values, LARGEST_SAMPLE).double()
+    squares = (sampled - sampled.mean()).square_()
     variance = float(squares.mean())
     deviation = math.sqrt(variance)
     fourth = float(squares.div_(variance).square_().mean()) if variance > 0 else math.nan
     bound = RANGE_IN_DEVIATIONS * deviation or 1.0
-    counts = torch.histc(sample.clamp(-bound, bound), BINS, -bound, bound)
+    counts = torch.histc(sampled.clamp(-bound, bound), BINS, -bound, bound)
     return Shape(
         norm=norm,
         deviation=deviation,
         kurtosis=fourth,
-        largest=float(sample.abs().max()),
+        largest=float(sampled.abs().max()),
         bound=bound,
         counts=[int(count) for count in counts.tolist()],
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,8 @@ from ddl.diagnostics.plots import plot
 from ddl.diagnostics.statistics import contraction, gaussian_count, norm_of, shape_of
 from ddl.optimizer import DistributedOptimizer
 from ddl.reduction.buckets import Bucket
+
+logger = logging.getLogger(__name__)
 
 AGE_QUANTILES = (0.5, 0.9, 0.99)
 
@@ -47,18 +50,20 @@ class Diagnostics:
     * `gaussian_count`: entries beyond the threshold that would select `picked` of normal values;
     * `gradient`, `accumulated`: see `statistics.Shape`, both in the units of the unscaled gradient;
     * `residual_norm`: Euclidean norm of what the rank owes after the step, before rounding errors
-      of a compact wire;
-    * `age`: steps since an entry was last applied, over a sample of the layer's entries: quantiles
-      `median`, `p90`, `p99`, `max`, the `mean`, and `never`, the share never applied since the
-      watch began; those are as old as the watch.
+      of a compact wire; 0 without error feedback;
+    * `age`: steps since this rank's part of an entry was last applied: the rank picked it, and the
+      average contained it. Over a sample of the layer's entries: quantiles `median`, `p90`, `p99`,
+      `max`, the `mean`, and `never`, the share never applied since the watch began; those are as
+      old as the watch.
 
     With `whole_buckets` each bucket gets a line as well, whose `layer` and `age` are null; a sample
     then costs twice as much.
 
     Each step costs a pass over the picks; a sampled one a few over bucket and residual, on the
     engine's background thread: about half a second of one core for a ResNet-50, and 200 KB of
-    lines and as much of events. Kept are at most 16,384 numbers a layer. A step in which ranks had
-    gradients that are not finite is not recorded, nor is a bucket in a step that sent it whole.
+    lines and as much of events. Kept are at most 16,384 numbers a layer. A step that was skipped,
+    as where gradients are not finite, is not recorded, nor is a bucket in a step that sent it
+    whole. A watch that fails, as on a full disk, ends with a warning; training goes on.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class Diagnostics:
         """Begin to watch.
 
         Args:
-            optimizer: between two steps.
+            optimizer: between two steps; of a run that is resumed, after `load_checkpoint`.
             every: steps from one sample to the next.
             directory: for the files; is made if it is missing. What another run has left in it of
                 this step and later ones is replaced.
@@ -80,7 +85,8 @@ class Diagnostics:
                 it, and so it is what theorems about a selection speak of.
 
         Raises:
-            ValueError: nothing is sparsified on this rank in a way that can be watched.
+            ValueError: nothing is sparsified on this rank in a way that can be watched, or it is
+                watched already.
             OSError: the directory cannot be written.
         """
         if every < 1:
@@ -88,6 +94,7 @@ class Diagnostics:
         self._optimizer = optimizer
         self._every, self._whole_buckets = every, whole_buckets
         self._watched: list[_WatchedBucket] = []
+        self._closed = self._failed = False
         self._find_buckets()
         if not self._watched:
             raise ValueError(
@@ -96,10 +103,13 @@ class Diagnostics:
                 "hierarchical=False"
             )
         self._directory = Path(directory)
-        self._output = Output(self._directory, optimizer.reducer.step)
-        self._skipped = optimizer.skipped_steps
+        try:
+            self._output = Output(self._directory, optimizer.reducer.step)
+        except BaseException:
+            self._look_away()
+            raise
+        self._taken = optimizer.reducer.taken
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
-        self._closed = False
 
     def close(self) -> None:
         """Look away, close the files and draw the picture; once is enough."""
@@ -107,13 +117,19 @@ class Diagnostics:
             return
         self._closed = True
         self._hook.remove()
-        for bucket in self._watched:
-            bucket.release()
-        self._output.close()
+        self._look_away()
         try:
+            self._output.close()
             plot(self._directory)
         except (ImportError, ValueError):  # no matplotlib, or no step was sampled
             pass
+        except OSError as error:
+            logger.warning("diagnostics in %s are not complete: %s", self._directory, error)
+
+    def _look_away(self) -> None:
+        for bucket in self._watched:
+            bucket.release()
+        self._watched = []
 
     def _find_buckets(self) -> None:
         """Watch the buckets that the optimizer has now: it may have made others."""
@@ -131,11 +147,25 @@ class Diagnostics:
             left.release()
 
     def _after_step(self) -> None:
-        step = self._optimizer.reducer.step - 1
-        skipped, self._skipped = self._skipped, self._optimizer.skipped_steps
+        if self._failed:
+            return
+        try:
+            self._write_step()
+        except Exception as error:  # whatever it is, training must not end by it
+            self._failed = True
+            self._look_away()
+            logger.warning(
+                "diagnostics end after step %d, training goes on: %r",
+                self._optimizer.reducer.step - 1,
+                error,
+            )
+
+    def _write_step(self) -> None:
+        reducer = self._optimizer.reducer
+        taken, self._taken = self._taken, reducer.taken
         for bucket in self._watched:
-            if self._skipped == skipped:
-                for record in bucket.end_step(step):
+            if self._taken != taken:
+                for record in bucket.end_step(reducer.step - 1):
                     self._output.write(record)
             bucket.forget()
         self._find_buckets()
@@ -162,6 +192,11 @@ class _WatchedBucket:
         self._bounds = [sum(lengths[:place]) for place in range(len(lengths) + 1)]
         self._ages = Ages(lengths, self._reducer.step)
         self._began = self._reducer.step
+        if aggregator.observer is not None:
+            raise ValueError(
+                f"{bucket} is watched already, expected one watch of an optimizer; close the other "
+                "Diagnostics first"
+            )
         aggregator.observer = self._observe
         self.forget()
 
@@ -171,21 +206,35 @@ class _WatchedBucket:
 
     def forget(self) -> None:
         """What was seen belongs to a step that is over."""
+        self._seen_step = -1
         self._included: Tensor | None = None
-        self._records: list[dict[str, Any]] = []
+        self._records: list[tuple[int | None, dict[str, Any]]] = []
+        self._failure: Exception | None = None
 
-    def end_step(self, step: int) -> Sequence[dict[str, Any]]:
-        """The gradients of a step were applied: what was seen of it, if it is sampled."""
-        if self._included is None:
+    def end_step(self, step: int) -> Iterator[dict[str, Any]]:
+        """The gradients of a step were applied: what was seen of it, if it is sampled.
+
+        Raises:
+            Exception: whatever went wrong when it was looked at.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._seen_step != step or self._included is None:
             self._ages.applied_all(step)
-        else:
-            self._ages.applied(self._included, step)
-        for place, record in enumerate(self._records):
-            record["age"] = None if record["layer"] is None else self._age(place, step)
-        return self._records
+            return
+        self._ages.applied(self._included, step)
+        for place, record in self._records:
+            yield {**record, "age": None if place is None else self._age(place, step)}
 
     def _observe(self, seen: Observation) -> None:
         self.forget()  # of gradients that were discarded
+        self._seen_step = self._reducer.step
+        try:
+            self._look(seen)
+        except Exception as error:  # raised in `end_step`, where it does no harm
+            self._failure = error
+
+    def _look(self, seen: Observation) -> None:
         picks, included = seen.picks, seen.collected.included
         self._included = picks.indices[included]
         if self._reducer.step % self._every or not seen.collected.finite:
@@ -194,11 +243,15 @@ class _WatchedBucket:
         bounds = torch.tensor(self._bounds, device=picks.indices.device, dtype=torch.int32)
         cuts = torch.searchsorted(picks.indices, bounds).tolist()
         for place, (low, high) in enumerate(pairwise(cuts)):
+            if self._bounds[place] == self._bounds[place + 1]:
+                continue  # a parameter without entries
             mine = slice(low, high)
-            self._records.append(self._describe(place, seen, mine, included[mine], in_total[mine]))
+            record = self._describe(place, seen, mine, included[mine], in_total[mine])
+            self._records.append((place, record))
         if self._whole:
             everything = slice(0, picks.count)
-            self._records.append(self._describe(None, seen, everything, included, in_total))
+            record = self._describe(None, seen, everything, included, in_total)
+            self._records.append((None, record))
 
     def _describe(
         self, place: int | None, seen: Observation, mine: slice, included: Tensor, in_total: Tensor
@@ -209,6 +262,7 @@ class _WatchedBucket:
         values, picked = seen.picks.values[mine], mine.stop - mine.start
         norm_left = norm_of(residual)
         norm_dropped = norm_of(values[~included])
+        owes = self.aggregator.residual is not None
         accumulated = residual.clone()
         accumulated[seen.picks.indices[mine].long() - begin] = values
         shape, bell, numel = shape_of(accumulated), bell_of(accumulated), residual.numel()
@@ -230,7 +284,7 @@ class _WatchedBucket:
             "gaussian_count": gaussian_count(accumulated, shape.norm, picked),
             "gradient": asdict(shape_of(gradient.float() / seen.loss_scale)),
             "accumulated": asdict(shape),
-            "residual_norm": math.hypot(norm_left, norm_dropped),
+            "residual_norm": math.hypot(norm_left, norm_dropped) if owes else 0.0,
         }
 
     def _age(self, place: int, step: int) -> dict[str, float]:

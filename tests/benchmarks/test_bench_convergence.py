@@ -13,6 +13,7 @@ from torch import nn
 
 import ddl
 from ddl.comm import threads
+from ddl.compressors import EXACT_RATIO
 from ddl.workloads.idx import FASHION_MNIST_DIR
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -127,6 +128,17 @@ def test_equal_bytes_lower_the_density_of_larger_ratios(bench, capsys):
     # 2 k + 15/16 k entries are sent at ratio 1, 2 k + 15/4 k at ratio 4.
     density = {cell["global_ratio"]: cell["density"] for cell in cells if cell["density"] < 1}
     assert density == {1.0: 0.01, 4.0: pytest.approx(0.01 * 2.9375 / 5.75, rel=1e-3)}
+
+
+def test_bytes_that_a_warm_up_makes_unequal_are_not_called_equal(bench, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench("--equal-bytes", "--density-warmup", "--dry-run")
+    assert "--equal-bytes with --density-warmup" in capsys.readouterr().err
+
+
+def test_exact_sums_keep_what_the_engine_keeps_by_default(bench, capsys):
+    (cell,) = planned(bench, capsys, "--compressors", "gtopk-exact")
+    assert cell["global_ratio"] == EXACT_RATIO
 
 
 def test_formats_are_compared_where_entries_travel(bench, capsys):

@@ -55,6 +55,11 @@ def test_a_missing_run_is_named_with_the_command_that_makes_it(modules, monkeypa
 
 def run(compressor, accuracies, sent, **cell):
     cell = {
+        "task": "resnet20",
+        "P": 4,
+        "batch_size": 8,
+        "epochs": 1,
+        "lr": 0.02,
         "compressor": compressor,
         "density": 1.0,
         "density_warmup": False,
@@ -88,9 +93,29 @@ def test_accuracy_is_the_mean_over_seeds_and_beside_dense_of_the_same_seeds(modu
     dense, exact = table.splitlines()[2:]
     assert dense == "| `none` |  | 1 | 90.00 |  | 0.500 | 400.0 | 1.0 |"
     assert exact == (
-        "| `gtopk-exact`, 1 winner a pick | 0.01 after warm-up | 2 | 89.00 (1.41) | -2.00 | 0.500 "
-        "| 10.0 | 40.0 |"
+        "| `gtopk-exact`, 1 winner a pick | 0.01 after warm-up | 2 | 89.00 (1.41) | -2.00 (1 seed) "
+        "| 0.500 | 10.0 | 40.0 |"
     )
+
+
+def test_runs_that_cannot_be_compared_are_not_in_one_table(modules):
+    mixed = [run("none", [0.9], 1e6), run("topk", [0.9], 1e6, P=16, density=0.01)]
+    with pytest.raises(ValueError, match="runs of several task, P, batch_size, epochs, lr in one"):
+        modules("results_tables").accuracy(mixed)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "<!-- perplexity of lstm-P4 --> \n\n<!-- end -->",
+        "<!-- perplexity of lstm-P4 -->\n\n",
+        "<!--perplexity of lstm-P4 -->\n\n<!-- end -->",
+    ],
+    ids=["space", "no end", "no space"],
+)
+def test_a_table_that_would_not_be_written_is_an_error(modules, block):
+    with pytest.raises(ValueError, match="expected each comment alone on its line as <!-- NAME of"):
+        modules("results_page").written(f"# Results\n\n{block}\n")
 
 
 def test_bytes_count_until_the_accuracy_is_first_seen(modules):

@@ -11,6 +11,7 @@ import ddl
 from ddl.comm import threads
 from ddl.diagnostics import Diagnostics, plot
 from ddl.diagnostics.ages import LARGEST_SAMPLE, Ages
+from ddl.diagnostics.samples import places
 from ddl.diagnostics.statistics import contraction, shape_of
 from ddl.perfmodel import plans
 from ddl.reduction import planning
@@ -193,13 +194,48 @@ def test_ages_count_the_steps_since_an_entry_was_applied():
 
 
 def test_ages_of_a_large_layer_are_those_of_a_sample():
-    ages = Ages([7, 10 * LARGEST_SAMPLE], step=0)
-    stride = 11
-    ages.applied(torch.tensor([7, 8, 7 + stride], dtype=torch.int32), step=3)
-    sample = ages.of_layer(1, 3)
-    assert len(sample) <= LARGEST_SAMPLE
-    assert sample[:3].tolist() == [0, 0, 4]
-    assert (sample == 0).sum() == 2
+    n = 10 * LARGEST_SAMPLE
+    ages = Ages([7, n], step=0)
+    followed = places(n, LARGEST_SAMPLE)
+    everyone = torch.arange(n, dtype=torch.int32)
+    ages.applied(7 + everyone[followed[:2]], step=2)
+    ages.applied(7 + everyone[~torch.isin(everyone, followed)], step=3)  # those not followed
+    assert ages.of_layer(1, 3).tolist() == [1, 1, *[4] * (LARGEST_SAMPLE - 2)]
+    assert ages.of_layer(0, 3).tolist() == [4] * 7
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 3, 3), (128, 128, 3, 3), (96, 96, 5, 5), (3000, 7)])
+@pytest.mark.parametrize("largest", [2**14, 2**10])
+def test_a_sample_of_a_layer_sees_all_of_its_kernels_alike(shape, largest):
+    numel, width = math.prod(shape), shape[-1] * shape[-2] if len(shape) == 4 else shape[-1]
+    seen = places(numel, largest)
+    assert len(seen) <= largest
+    assert (seen.diff() > 0).all() and 0 <= seen[0] and seen[-1] < numel
+    shares = torch.bincount(seen % width, minlength=width) / len(seen) * width
+    assert (shares - 1).abs().max() < 5 * math.sqrt(width / len(seen))
+
+
+def test_of_few_entries_all_are_the_sample():
+    assert places(5, 5).tolist() == [0, 1, 2, 3, 4]
+    assert places(0, 5).tolist() == []
+
+
+def test_one_column_of_large_weights_shows_in_the_shape_of_a_layer():
+    values = torch.randn(256, 256, 3, 3, generator=torch.Generator().manual_seed(0))
+    values[..., 1] *= 10
+    flat = values.flatten()
+    shape = shape_of(flat)
+    assert shape.deviation == pytest.approx(float(flat.std()), rel=0.01)
+    assert shape.largest > 30
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-22, 1.0, 1e21, 1e37])
+def test_shapes_are_those_of_any_size_that_float32_can_hold(scale):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    shape, scaled = shape_of(values), shape_of(values * scale)
+    assert scaled.counts == shape.counts
+    assert scaled.kurtosis == pytest.approx(shape.kurtosis, rel=1e-5)
+    assert scaled.deviation == pytest.approx(scale * shape.deviation, rel=1e-5)
 
 
 def test_the_ages_of_a_run_are_those_of_its_picks(tmp_path):
@@ -245,6 +281,99 @@ def train_with_nan(comm, directory):
 def test_a_skipped_step_is_not_recorded_and_makes_nothing_younger(tmp_path):
     assert threads.run(1, lambda comm: train_with_nan(comm, tmp_path)) == [1]
     assert {record["step"] for record in read(tmp_path)} == {0, 2}
+
+
+def test_a_step_after_one_that_a_gradient_scaler_left_out_is_recorded(tmp_path):
+    def train(comm):
+        model = toy.make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = ddl.DistributedOptimizer(
+            sgd, model.named_parameters(), density=0.1, scaler=scaler
+        )
+        diagnostics = Diagnostics(optimizer, every=1, directory=tmp_path)
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs, labels = toy.batch(comm.rank, step)
+            inputs = inputs * float("inf") if step == 2 else inputs
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        diagnostics.close()
+        return optimizer.skipped_steps
+
+    assert threads.run(1, train) == [1]
+    records = read(tmp_path)
+    assert {record["step"] for record in records} == {0, 1, 3, 4}
+    picked = [r for r in records if r["step"] == 3 and r["picked"]]
+    assert picked and all(r["age"]["never"] < 1 for r in picked)
+
+
+def test_without_error_feedback_nothing_is_owed(tmp_path):
+    threads.run(2, lambda comm: watch(comm, tmp_path, every=1, error_feedback=False))
+    assert {record["residual_norm"] for record in read(tmp_path)} == {0.0}
+
+
+def test_a_watch_that_fails_ends_with_a_warning_and_training_goes_on(tmp_path, caplog, monkeypatch):
+    def broken(values):
+        raise RuntimeError("no shape")
+
+    monkeypatch.setattr("ddl.diagnostics.watch.shape_of", broken)
+    watched, alone = (
+        threads.run(2, lambda comm, d=directory: watch(comm, d)) for directory in (tmp_path, None)
+    )
+    assert all(
+        ddl.parameters_digest(one) == ddl.parameters_digest(other)
+        for (one, _), (other, _) in zip(watched, alone, strict=True)
+    )
+    assert read(tmp_path) == []
+    ends = [record.getMessage() for record in caplog.records if "diagnostics end" in record.msg]
+    assert ends == ["diagnostics end after step 0, training goes on: RuntimeError('no shape')"]
+
+
+def test_a_full_disk_ends_the_watch_and_not_the_training(tmp_path, caplog, monkeypatch):
+    def full(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ddl.diagnostics.watch.Output.write", full)
+    threads.run(1, lambda comm: watch(comm, tmp_path))
+    assert "No space left on device" in caplog.text
+
+
+def test_a_parameter_without_entries_is_passed_over(tmp_path):
+    def train(comm):
+        model = torch.nn.Linear(6, 3)
+        model.empty = torch.nn.Parameter(torch.zeros(0))
+        optimizer = toy.wrap(model)
+        diagnostics = Diagnostics(optimizer, every=1, directory=tmp_path)
+        inputs, labels = toy.batch(comm.rank, 0)
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels) + model.empty.sum()
+        loss.backward()
+        optimizer.step()
+        diagnostics.close()
+
+    threads.run(1, train)
+    assert {record["layer"] for record in read(tmp_path)} == {"weight", "bias"}
+
+
+def test_a_second_watch_is_refused_until_the_first_has_ended(tmp_path):
+    def train(comm):
+        model = toy.make_model()
+        optimizer = toy.wrap(model)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(OSError):
+            Diagnostics(optimizer, directory=tmp_path / "file")
+        first = Diagnostics(optimizer, every=1, directory=tmp_path / "first")
+        with pytest.raises(ValueError, match=r"watched already.*close the other Diagnostics"):
+            Diagnostics(optimizer, directory=tmp_path / "second")
+        toy.backward(model, 0, 0)
+        optimizer.step()
+        first.close()
+        Diagnostics(optimizer, directory=tmp_path / "second").close()
+
+    threads.run(1, train)
+    assert read(tmp_path / "first")
 
 
 def test_steps_that_send_a_bucket_whole_make_all_of_it_young(tmp_path, monkeypatch):
