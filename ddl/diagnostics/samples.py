@@ -10,6 +10,7 @@ from torch import Tensor
 LARGEST = 2**18  # the most entries that anybody asks for
 
 
+@lru_cache(maxsize=4)  # a layer asks several times, and so do others of its size
 def places(numel: int, largest: int) -> Tensor:
     """One entry of each so many in a row, the same in every call; all where they are few.
 
@@ -21,7 +22,7 @@ def places(numel: int, largest: int) -> Tensor:
         largest: LARGEST at most.
 
     Returns:
-        int64 [at most `largest`], ascending.
+        int64 [at most `largest`], ascending; not to be changed.
     """
     stride = row_length(numel, largest)
     begins = torch.arange(0, numel, stride)

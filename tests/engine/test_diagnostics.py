@@ -17,6 +17,12 @@ from ddl.perfmodel import plans
 from ddl.reduction import planning
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """They take longer than the runs."""
+    monkeypatch.setattr("ddl.diagnostics.watch.plot", lambda directory: None)
+
+
 def read(directory):
     lines = (directory / "diagnostics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -410,7 +416,8 @@ def test_a_resumed_watch_keeps_the_lines_of_earlier_steps(tmp_path):
     assert {record["step"] for record in read(tmp_path)} == {0, 1}
 
 
-def test_the_picture_is_drawn_at_the_end(tmp_path):
+def test_the_picture_is_drawn_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("ddl.diagnostics.watch.plot", plot)
     threads.run(1, lambda comm: watch(comm, tmp_path))
     assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no records of diagnostics"):
