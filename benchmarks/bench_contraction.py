@@ -45,6 +45,7 @@ from convergence_rows import (
     INTERRUPTED,
     append,
     describe,
+    make_writable,
     read_rows,
     still_to_run,
     versions,
@@ -84,6 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tasks = {name: TASKS[name](data) for name in args.tasks}
         cells = grid(args)
+        if not args.dry_run:
+            make_writable(args.results)
         described = {name: {**describe(data, name), "every": args.every} for name in tasks}
         for number, cell in still_to_run(cells, described, args.results, args.part):
             if args.dry_run:

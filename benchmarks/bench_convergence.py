@@ -37,6 +37,7 @@ from convergence_rows import (
     append,
     describe,
     key_of,
+    make_writable,
     read_rows,
     still_to_run,
     versions,
@@ -88,6 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tasks = {name: TASKS[name](data) for name in args.tasks}
         cells = grid(args)
+        if not args.dry_run:
+            make_writable(args.results)
         described = {name: describe(data, name) for name in tasks}
         for number, cell in still_to_run(cells, described, args.results, args.part):
             if args.dry_run:

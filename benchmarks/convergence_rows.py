@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ INTERRUPTED = "\ninterrupted; finished runs are kept, and the same command goes 
 
 
 def describe(data: Data, task: str) -> dict[str, Any]:
-    """What identifies the data of a run, besides its cell."""
+    """What identifies the data of a run, besides its cell.
+
+    The standard library's text is not read for it: it is taken to be the same.
+    """
     if task != "lstm":
         return {"train_images": data.train_images, "test_images": data.test_images}
     return {
-        "text": [file.name for file in data.text],
+        "text": [f"{file.name} {_digest(file)}" for file in data.text],
         "train_tokens": data.train_tokens,
         "held_out_tokens": data.held_out_tokens,
         "words": data.words,
@@ -51,10 +55,11 @@ def still_to_run(
         return key_of(asdict(cell), data[cell.task]) not in done
 
     done = finished(path)
-    waiting = [cell for cell in cells if waits(cell)]
-    print(f"{len(cells)} runs, {len(cells) - len(waiting)} of them in {path} already")
+    waiting = sum(map(waits, cells))
+    print(f"{len(cells)} runs, {len(cells) - waiting} of them in {path} already")
     first, parts = part
-    mine = waiting[first - 1 :: parts]
+    # Of all, finished or not, so that processes that start one after the other miss none.
+    mine = [cell for cell in cells[first - 1 :: parts] if waits(cell)]
     for number, cell in enumerate(mine, start=1):
         done = finished(path)
         if waits(cell):
@@ -83,7 +88,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(row, dict) or not {"cell", "data"} <= row.keys():
+        if not _is_run(row):
             raise ValueError(
                 f"{path} has a line that is not a finished run ({line[:40]}), expected those of "
                 "this benchmark; give another file of --results"
@@ -92,9 +97,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def make_writable(path: Path) -> None:
+    """Make the file and its folder, before hours of work and not after them.
+
+    Raises:
+        ValueError: that is impossible.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write --results {path}: {error.strerror}; choose another file"
+        ) from error
+
+
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a line, on its own even where the last one was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Add a line to a file, on its own even where the last one was cut off."""
     text = json.dumps(_plain(row)) + "\n"
     if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
         text = "\n" + text
@@ -104,6 +123,16 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "machine": platform.machine()}
+
+
+def _is_run(row: Any) -> bool:
+    known = isinstance(row, dict) and isinstance(row.get("data"), dict)
+    cell = row.get("cell") if known else None
+    return isinstance(cell, dict) and {field.name for field in fields(Cell)} <= cell.keys()
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def _plain(value: Any) -> Any:

@@ -71,5 +71,6 @@ def flags(name: str) -> list[str]:
 
 
 def command(name: str) -> str:
-    """What to type for the runs of a grid."""
-    return f"python benchmarks/bench_convergence.py {GRIDS[name]}"
+    """What to type for the runs of a grid that are missing, in the root of the repository."""
+    results = "benchmarks/results/convergence.jsonl"
+    return f"python benchmarks/bench_convergence.py {GRIDS[name]} --results {results}"

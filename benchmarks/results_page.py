@@ -45,8 +45,7 @@ def runs_of(grid: str) -> list[dict[str, Any]]:
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(wanted)} runs of {grid} are not in "
-            f"{results_grids.CONVERGENCE}; run: {results_grids.command(grid)} --results "
-            f"{results_grids.CONVERGENCE}"
+            f"{results_grids.CONVERGENCE}; run: {results_grids.command(grid)}"
         )
     return [finished[key] for key in wanted]
 
@@ -59,8 +58,15 @@ def table(name: str, sources: Sequence[str]) -> str:
     """
     if name in FILE_TABLES:
         (source,) = sources
-        lines = (results_grids.FOLDER / source).read_text(encoding="utf-8").splitlines()
-        return FILE_TABLES[name]([json.loads(line) for line in lines])
+        path = results_grids.FOLDER / source
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return FILE_TABLES[name]([json.loads(line) for line in lines])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{path} has other lines than the table {name} expects: {error!r}; run what makes "
+                "them again"
+            ) from error
     if name not in TABLES:
         raise ValueError(f"no table {name}, expected one of {', '.join([*TABLES, *FILE_TABLES])}")
     # Grids may have runs in common.
@@ -109,7 +115,9 @@ def main(arguments: list[str] | None = None) -> None:
         new = written(old)
         if args.check:
             if new != old:
-                raise ValueError(f"{PAGE} is not what the runs say; run python {parser.prog}")
+                raise ValueError(
+                    f"{PAGE} is not what the runs say; run python benchmarks/{parser.prog}"
+                )
             return
         PAGE.write_text(new, encoding="utf-8")
         for picture in pictures(new):

@@ -205,7 +205,7 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
     compression.add_argument(
         "--global-density",
         type=flags.density,
-        help="fraction kept of the sum; default: the density",
+        help="fraction kept of the sum; default: the density, twice that with exact sums",
     )
     compression.add_argument("--collective", choices=GTOPK_CHOICES, help="how gtopk aggregates")
     compression.add_argument(

@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from arguments import BadInput, one_line
@@ -26,7 +28,12 @@ class Checkpoints:
             args: with those of `arguments.add_checkpoints`.
             lasting: what a run must be resumed with as it was begun, by name.
             objects: see the class.
+
+        Raises:
+            BadInput: the folder cannot be written.
         """
+        if args.checkpoint_dir is not None and not args.resume:
+            check_writable(args.checkpoint_dir)
         self.objects = objects
         self._args = args
         self._lasting = {name: str(value) for name, value in lasting.items()}
@@ -82,6 +89,22 @@ class Checkpoints:
                     "give the same, or leave --resume out"
                 )
         return restored, restored.extra["values"]
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder, and a file that is gone at once.
+
+    Raises:
+        BadInput: that is impossible.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(
+            f"cannot write into --checkpoint-dir {folder}: {one_line(error)}; choose another folder"
+        ) from error
 
 
 def check_goes_on(restored: Restored, step: int, last_step: int) -> None:

@@ -98,8 +98,10 @@ class Trainer:
 
         self.optimizer = on_all_ranks(self.make_optimizer)
         self.last_step = last_step(args, self.steps_per_epoch)
-        self.checkpoints = Checkpoints(
-            args, lasting(args, corpus), model=self.model, optimizer=self.optimizer
+        self.checkpoints = on_all_ranks(
+            lambda: Checkpoints(
+                args, lasting(args, corpus), model=self.model, optimizer=self.optimizer
+            )
         )
         self.step_seconds: list[float] = []
         self.step = self.epoch = 0

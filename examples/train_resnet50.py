@@ -86,12 +86,14 @@ class Trainer:
         self.optimizer = on_all_ranks(self.make_optimizer)
         self.schedule = LambdaLR(self.optimizer, self.learning_rate_factor)
         self.last_step = last_step(args, self.steps_per_epoch)
-        self.checkpoints = Checkpoints(
-            args,
-            {name: getattr(args, name) for name in LASTING},
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.schedule,
+        self.checkpoints = on_all_ranks(
+            lambda: Checkpoints(
+                args,
+                {name: getattr(args, name) for name in LASTING},
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.schedule,
+            )
         )
         self.step_seconds: list[float] = []
         self.step = self.epoch = 0

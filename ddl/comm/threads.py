@@ -22,6 +22,7 @@ from ddl.comm.suspects import Waiting, suspicion
 from ddl.errors import CommunicationError, DeadlineError
 
 T = TypeVar("T")
+GRACE_SECONDS = 5.0  # for ranks to end in when their caller is interrupted
 
 
 class _Switchboard:
@@ -144,13 +145,17 @@ def run(size: int, work: Callable[[ThreadCommunicator], T], *, timeout: float = 
 
     Raises:
         ValueError: `size` is below 1.
-        Exception: what the first rank to fail raised; the others are ended.
+        Exception: what the first rank to fail raised; the others are ended. What interrupts the
+            caller, as a KeyboardInterrupt does, is raised when all ranks have ended, which they do
+            where they communicate next, or after GRACE_SECONDS.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}; it is the number of ranks")
     board = _Switchboard()
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
+    # An interrupted join of Python 3.11 takes the thread for ended; a wait for an event does not.
+    ended = [threading.Event() for _ in range(size)]
 
     def rank_main(rank: int) -> None:
         comm = ThreadCommunicator(board, "world", rank, size, timeout)
@@ -160,13 +165,27 @@ def run(size: int, work: Callable[[ThreadCommunicator], T], *, timeout: float = 
         except BaseException as error:  # carried over to the caller's thread
             failures.append(error)
             board.fail(f"rank {rank} failed: {error!r}")
+        finally:
+            ended[rank].set()
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}", daemon=True)
         for rank in range(size)
     ]
-    for thread in threads:
-        thread.start()
+    started = []
+    try:
+        for thread, event in zip(threads, ended, strict=True):
+            started.append(event)  # first, for an interrupted start has started it
+            thread.start()
+        for event in ended:
+            event.wait()
+    except BaseException as error:  # as by Ctrl-C
+        # Threads that are within torch when the process ends would abort it.
+        board.fail(f"the caller was interrupted: {error!r}")
+        give_up = time.monotonic() + GRACE_SECONDS
+        for event in started:
+            event.wait(max(0.0, give_up - time.monotonic()))
+        raise
     for thread in threads:
         thread.join()
     if failures:

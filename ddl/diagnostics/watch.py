@@ -89,8 +89,15 @@ class Diagnostics:
                 watched already.
             OSError: the directory cannot be written.
         """
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}; it is a number of steps")
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise ValueError(
+                f"diagnostics watch a ddl.DistributedOptimizer, got {type(optimizer).__name__}; "
+                "wrap it first"
+            )
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"every must be an integer of at least 1, got {every!r}; it is a number of steps"
+            )
         self._optimizer = optimizer
         self._every, self._whole_buckets = every, whole_buckets
         self._watched: list[_WatchedBucket] = []

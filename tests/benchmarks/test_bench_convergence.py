@@ -103,6 +103,33 @@ def test_processes_may_share_the_runs(bench, capsys):
     assert sorted(seeds) == [1, 2, 3, 4, 5]
 
 
+def test_a_process_that_starts_later_has_the_same_share(bench, capsys):
+    flags = (*LSTM, "--compressors", "topk", "none", "gaussiank")
+    bench(*flags, "--part", "1/3")
+    capsys.readouterr()
+    (cell,) = planned(bench, capsys, *flags, "--part", "2/3")
+    assert cell["compressor"] == "none"
+    assert planned(bench, capsys, *flags, "--part", "1/3") == []
+
+
+def test_texts_of_one_name_are_told_apart(modules, tmp_path):
+    texts = [tmp_path / folder / "corpus.txt" for folder in ("one", "other")]
+    for number, text in enumerate(texts):
+        text.parent.mkdir()
+        text.write_text(f"text {number}")
+    tasks, rows = modules("convergence_tasks"), modules("convergence_rows")
+    one, other = (rows.describe(tasks.Data(text=(text,)), "lstm") for text in texts)
+    assert one != other
+    assert one["text"][0].startswith("corpus.txt ")
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_first_run(modules, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        modules("bench_convergence").main([*LSTM, "--results", str(tmp_path / "file" / "runs")])
+    assert "cannot write --results" in capsys.readouterr().err
+
+
 def test_every_contestant_can_be_run(bench):
     flags = (*LSTM[:-4], "--train-tokens", "500", "--held-out-tokens", "100", "--vocabulary", "50")
     rows = bench(*flags, "--ranks", "2", "--wire", "compact")

@@ -133,6 +133,16 @@ def test_bytes_count_until_the_accuracy_is_first_seen(modules):
     assert "not reached" in gaussiank
 
 
+def test_a_file_of_other_lines_is_named(modules, monkeypatch, tmp_path):
+    (tmp_path / "cluster.jsonl").write_text('{"kind": "collective"}\n')
+    (tmp_path / "advise.jsonl").write_text("{")
+    page, grids = modules("results_page"), modules("results_grids")
+    monkeypatch.setattr(grids, "FOLDER", tmp_path)
+    for name, file in (("cluster", "cluster.jsonl"), ("advice", "advise.jsonl")):
+        with pytest.raises(ValueError, match=f"{file} has other lines than the table {name}"):
+            page.table(name, [file])
+
+
 def test_committed_lines_are_whole(modules):
     folder = modules("results_grids").FOLDER
     for file in folder.glob("*.jsonl"):

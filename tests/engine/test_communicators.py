@@ -1,6 +1,8 @@
 """Messages, deadlines and byte counts."""
 
 import math
+import signal
+import threading
 import time
 
 import pytest
@@ -198,3 +200,39 @@ def test_mpi_messages_larger_than_any_eager_limit_arrive(mpirun, tmp_path):
     )
     done = mpirun(2, [str(script)])
     assert done.returncode == 0, done.stderr
+
+
+def interrupt_the_main_thread():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def test_an_interrupted_caller_has_the_ranks_end_first():
+    ended = []
+
+    def work(comm):
+        try:
+            messages.all_gather(comm, message(comm.rank))  # so that all have begun
+            if comm.rank == 0:
+                interrupt_the_main_thread()
+            while True:
+                messages.all_gather(comm, message(comm.rank))
+                time.sleep(0.2)
+        finally:
+            ended.append(comm.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(3, work)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_an_interrupted_caller_does_not_wait_forever_for_a_rank_that_does(monkeypatch):
+    monkeypatch.setattr(threads, "GRACE_SECONDS", 0.1)
+    over = threading.Event()
+
+    def work(comm):
+        interrupt_the_main_thread()
+        assert over.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(1, work)
+    over.set()

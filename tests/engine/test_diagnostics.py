@@ -440,8 +440,12 @@ def test_where_nothing_is_sparsified_there_is_nothing_to_watch(tmp_path):
         optimizer = toy.wrap(toy.make_model(), compressor="none")
         with pytest.raises(ValueError, match=r"no bucket to watch.*another compressor than none"):
             Diagnostics(optimizer, directory=tmp_path / "new")
-        with pytest.raises(ValueError, match="every must be at least 1, got 0"):
-            Diagnostics(toy.wrap(toy.make_model()), every=0, directory=tmp_path / "new")
+        for every in (0, "5"):
+            with pytest.raises(ValueError, match=f"integer of at least 1, got {every!r}"):
+                Diagnostics(toy.wrap(toy.make_model()), every=every, directory=tmp_path / "new")
+        bare = torch.optim.SGD(toy.make_model().parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"watch a ddl.DistributedOptimizer, got SGD; wrap"):
+            Diagnostics(bare, directory=tmp_path / "new")
 
     threads.run(1, train)
     assert not (tmp_path / "new").exists()

@@ -116,3 +116,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(mpirun, tmp_path):
     for word in ("6000 training tokens", "2 ranks", "use fewer ranks"):
         assert word in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.mpi
+def test_a_folder_that_cannot_hold_checkpoints_is_told_before_training(mpirun, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = mpirun(2, [SCRIPT, *QUICK, "--checkpoint-dir", "file/saved"], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot write into --checkpoint-dir file/saved" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
