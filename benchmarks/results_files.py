@@ -9,6 +9,7 @@ from results_tables import label, markdown
 
 Row = dict[str, Any]
 MS = 1e3
+LARGE = 1000  # entries of a layer, of which a judgement of its shape means something
 # Aggregations that the page compares, by algorithm and format.
 SHOWN = (
     ("mpi-dense", "plain"),
@@ -87,6 +88,27 @@ def cluster(rows: Sequence[Row]) -> str:
     return markdown(("aggregation", "ms", "KB a rank", "times auto"), lines)
 
 
+def slow_links(rows: Sequence[Row]) -> str:
+    """Milliseconds of sparse aggregations where links are the limit, from bench_cluster.py."""
+    found = {
+        (row["algorithm"], row["wire"], row["hosts"]): row["median_ms"]
+        for row in rows
+        if row["kind"] == "collective"
+    }
+    rates = {row["hosts"]: row["rate"] for row in rows}
+    names = dict.fromkeys((algorithm, wire) for algorithm, wire, _ in found)
+    lines = [
+        (
+            f"{algorithm}{f', {wire}' if wire == 'compact' else ''}",
+            *(_ms(found[algorithm, wire, hosts]) for hosts in sorted(rates)),
+        )
+        for algorithm, wire in sorted(names, key=lambda name: (name[1] == "compact", name))
+    ]
+    return markdown(
+        ("aggregation, ms", *(f"{hosts} hosts, {rates[hosts]}/s" for hosts in sorted(rates))), lines
+    )
+
+
 def contraction(rows: Sequence[Row]) -> str:
     """What selection leaves, from bench_contraction.py; of layers, then of whole buckets."""
     lines = []
@@ -99,6 +121,7 @@ def contraction(rows: Sequence[Row]) -> str:
                 str(held["judged"]),
                 _percent(held["within_topk"]),
                 str(held["bell_shaped"]),
+                _bells_of_large(layers["each"]),
                 _percent(held["bell_within_topk"]),
                 _range(bucket["contraction"] for bucket in buckets),
                 _range(bucket["bound_topk"] for bucket in buckets),
@@ -107,7 +130,8 @@ def contraction(rows: Sequence[Row]) -> str:
             )
         )
     header = (
-        *("run", "samples of layers", "at or below (1-k/d)²", "bell-shaped", "of these below"),
+        *("run", "samples of layers", "at or below (1-k/d)²", "bell-shaped"),
+        *(f"above {LARGE} entries", "bell-shaped that are below"),
         *("bucket: left", "(1-k/d)²", "1-k/d", "a Gaussian's threshold selects, k"),
     )
     found = [
@@ -119,6 +143,13 @@ def contraction(rows: Sequence[Row]) -> str:
     ]
     listed = "Above (1-k/d)²: " + ("none." if not found else "\n\n" + "\n".join(found))
     return f"{markdown(header, lines)}\n\n{listed}"
+
+
+def _bells_of_large(layers: Sequence[Row]) -> str:
+    """In small layers the judgement refutes little."""
+    large = [layer["held"] for layer in layers if layer["numel"] > LARGE]
+    bells, judged = (sum(held[key] for held in large) for key in ("bell_shaped", "judged"))
+    return f"{bells} of {judged}"
 
 
 def _percent(share: float | None) -> str:
@@ -138,5 +169,6 @@ def _ms(milliseconds: float) -> str:
 FILE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "advice": advice,
     "cluster": cluster,
+    "slow-links": slow_links,
     "contraction": contraction,
 }

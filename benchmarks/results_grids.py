@@ -36,19 +36,18 @@ GRIDS: Mapping[str, str] = MappingProxyType(
             "--global-ratio 1 2 --wire compact"
         ),
         "resnet20-P16": (
-            f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 --seeds 1 2 3"
+            f"{_RESNET16} --compressors none gtopk-exact {_WARM} --global-ratio 2 4 --seeds 1 2 3"
         ),
         "resnet20-P16-butterfly": (
             f"{_RESNET16} --compressors gtopk-butterfly {_WARM} --seeds 1 2 3"
         ),
-        "resnet20-P16-ratio": f"{_RESNET16} --compressors gtopk-exact {_WARM} --global-ratio 1 4",
+        "resnet20-P16-ratio": f"{_RESNET16} --compressors gtopk-exact {_WARM} --global-ratio 1",
         "vgg-P16": (
-            f"{_VGG} --compressors none gtopk-exact --density 0.01 --global-ratio 1 2 4 8 "
-            "--equal-bytes"
+            f"{_VGG} --compressors none gtopk-exact --density 0.01 --global-ratio 1 2 4 "
+            "--equal-bytes --seeds 1 2 3"
         ),
-        "vgg-P16-seeds": (
-            f"{_VGG} --compressors gtopk-exact --density 0.01 --global-ratio 1 2 4 "
-            "--equal-bytes --seeds 2 3"
+        "vgg-P16-ratio": (
+            f"{_VGG} --compressors gtopk-exact --density 0.01 --global-ratio 8 --equal-bytes"
         ),
         "vgg-P32": f"{_VGG32} --compressors none {_SPARSE} --density 0.01 --global-ratio 1 2",
         "lstm-P4": (

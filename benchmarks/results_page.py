@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "pictures"
 DPI = 70  # pages are read on screens, and pictures are kept in the repository
 BLOCK = re.compile(r"<!-- (?P<name>\S+) of (?P<of>[^>]+?) -->\n.*?<!-- end -->", re.DOTALL)
-MARKER = re.compile(r"<!-- *(?!end -->)")
+MARKER = re.compile(r"<!--(?! end -->)")
 
 
 def runs_of(grid: str) -> list[dict[str, Any]]:

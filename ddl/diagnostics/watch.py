@@ -60,7 +60,7 @@ class Diagnostics:
     then costs twice as much.
 
     Each step costs a pass over the picks; a sampled one a few over bucket and residual, on the
-    engine's background thread: about half a second of one core for a ResNet-50, and 200 KB of
+    engine's background thread: less than a second of one core for a ResNet-50, and 200 KB of
     lines and as much of events. Kept are at most 16,384 numbers a layer. A step that was skipped,
     as where gradients are not finite, is not recorded, nor is a bucket in a step that sent it
     whole. A watch that fails, as on a full disk, ends with a warning; training goes on.
