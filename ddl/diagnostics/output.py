@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FILE_NAME = "diagnostics.jsonl"
 SCALARS = ("contraction", "density", "overlap", "included", "residual_norm")
 
@@ -44,15 +42,15 @@ class Output:
         for name in ("gradient", "accumulated"):
             shape = record[name]
             self._events.add_scalar(f"kurtosis_{name}/{layer}", shape["kurtosis"], step)
-            limits = torch.linspace(-shape["bound"], shape["bound"], len(shape["counts"]) + 1)
+            bound, bins = shape["bound"], len(shape["counts"])
             self._events.add_histogram_raw(
                 f"{name}/{layer}",
-                min=-shape["bound"],
-                max=shape["bound"],
+                min=-bound,
+                max=bound,
                 num=sum(shape["counts"]),
                 sum=0.0,
                 sum_squares=shape["norm"] ** 2,
-                bucket_limits=limits[1:].tolist(),
+                bucket_limits=[bound * (2 * place / bins - 1) for place in range(1, bins + 1)],
                 bucket_counts=shape["counts"],
                 global_step=step,
             )

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -289,8 +288,8 @@ class _WatchedBucket:
             "dip": bell.dip,
             "bell_shaped": bell.shaped,
             "gaussian_count": gaussian_count(accumulated, shape.norm, picked),
-            "gradient": asdict(shape_of(gradient.float() / seen.loss_scale)),
-            "accumulated": asdict(shape),
+            "gradient": vars(shape_of(gradient.float() / seen.loss_scale)),
+            "accumulated": vars(shape),
             "residual_norm": math.hypot(norm_left, norm_dropped) if owes else 0.0,
         }
 
