@@ -67,7 +67,8 @@ def test_the_study_trains_what_the_convergence_benchmark_trains(bench, modules, 
     flags = [*LSTM, "--compressors", "gtopk-exact"]
     (watched,) = bench(*flags)
     flags = [*flags[: flags.index("--every")], *flags[flags.index("--every") + 2 :]]
-    modules("bench_convergence").main([*flags, "--results", str(tmp_path / "alone.jsonl")])
+    flags += ["--global-ratio", "1", "--results", str(tmp_path / "alone.jsonl")]
+    modules("bench_convergence").main(flags)
     alone = json.loads((tmp_path / "alone.jsonl").read_text())
     assert watched["cell"] == alone["cell"]
     for key in ("steps", "train_loss", "val_loss"):
