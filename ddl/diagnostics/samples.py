@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LARGEST = 2**18  # the most entries that anybody asks for
+LARGEST = 2**18  # shapes need no more entries than this, and ages and bells fewer
 
 
 @lru_cache(maxsize=4)  # a layer asks several times, and so do others of its size

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddl.diagnostics.samples import sample
+from ddl.diagnostics.samples import LARGEST, sample
 from ddl.kernels.reference import gaussian_quantile
 
 BINS = 41  # odd, so that zero has a bin of its own
 RANGE_IN_DEVIATIONS = 4.0
-LARGEST_SAMPLE = 2**18  # shapes need no more entries than this; norms are of all
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def shape_of(values: Tensor) -> Shape:
     """Describe finite values, float32 [at least 1], unchanged."""
     norm = norm_of(values)
     # In float64, since the squares of what float32 holds may be beyond its range.
-    sampled = sample(values, LARGEST_SAMPLE).double()
+    sampled = sample(values, LARGEST).double()
     squares = (sampled - sampled.mean()).square_()
     variance = float(squares.mean())
     deviation = math.sqrt(variance)
